@@ -1,0 +1,44 @@
+"""The device and the stream that a call runs on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from mla.errors import ArgumentError
+
+Stream = torch.cuda.Stream | int
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def stream_scope(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
+    """Return a context in which `device` and `stream` are torch's current ones; free to enter when they are already.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of the call.
+    stream : torch.cuda.Stream or int, optional
+        A stream of that device, or its handle as an int; torch's current stream when None.
+
+    Raises
+    ------
+    ArgumentError
+        A stream for a call on the CPU, or a stream of another device.
+    """
+    if device.type != "cuda":
+        if stream is not None:
+            raise ArgumentError(f"stream {stream!r} was given, but the call runs on {device}, which has no streams")
+        return _HERE
+    if stream is None and torch.cuda.current_device() == device.index:
+        return _HERE
+    if stream is None:
+        return torch.cuda.device(device)
+    if isinstance(stream, int):
+        stream = torch.cuda.ExternalStream(stream, device=device)
+    elif stream.device != device:
+        raise ArgumentError(f"stream belongs to {stream.device}, but the call runs on {device}")
+    return torch.cuda.stream(stream)
