@@ -1,0 +1,218 @@
+"""Devices, loaded kernels and their launch.
+
+A launch is one foreign call of the driver on torch's current stream. The parameter block is a ctypes structure made for
+the call, so threads never share one; the driver copies it before it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla.backends.cuda import compiler
+from mla.errors import MlaError
+from mla.target import Availability, device_arch, install_hint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mla.backends.cuda.compiler import KernelSpec
+
+#: Architecture that kernels are compiled for on a device: ``sm_90a`` on capability 9.0, else ``sm_{major}{minor}``.
+arch_of = device_arch
+
+_ERROR_INVALID_CONTEXT = 201
+_KERNEL_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+Pointers = ctypes.c_void_p * 1
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id padded to 8 bytes and a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+def probe() -> Availability:
+    """Tell whether kernels of this backend can be compiled and run here, and with which versions. Never raises."""
+    versions: dict[str, str] = {"torch": torch.__version__}
+    for package in ("cuda-core", "cuda-bindings"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return Availability(f"{package} is not installed: {install_hint('cuda')}", versions=versions)
+    try:
+        import cuda.core  # noqa: F401  (loads what a call will load)
+
+        versions["nvrtc"] = compiler.compiler_name().removeprefix("nvrtc ")
+    except Exception as error:
+        return Availability(f"NVRTC cannot be loaded ({error}): {install_hint('cuda')}", versions=versions)
+    if torch.version.hip is not None:
+        return Availability("this torch is built for AMD GPUs", versions=versions)
+    try:
+        if not torch.cuda.is_available():
+            return Availability("torch sees no NVIDIA GPU", versions=versions)
+        archs = tuple(arch_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+        version = ctypes.c_int()
+        check(driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+        versions["driver API"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    except Exception as error:
+        return Availability(f"the NVIDIA driver does not answer: {error}", versions=versions)
+    return Availability(None, archs, versions)
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """Return the driver library, with the argument types of the calls this backend makes."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    pointer, uint = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[uint] * 7, pointer, ctypes.POINTER(pointer), pointer]
+    library.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_LaunchConfig), pointer, ctypes.POINTER(pointer), pointer]
+    library.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, pointer, ctypes.c_int]
+    library.cuDriverGetVersion.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
+
+
+def check(result: int, what: str) -> None:
+    """Raise `MlaError` with the driver's name of an error, when there is one."""
+    if result:
+        name = ctypes.c_char_p()
+        driver().cuGetErrorName(result, ctypes.byref(name))
+        raise MlaError(f"{what}: {(name.value or b'unknown error').decode()} ({result})")
+
+
+class Kernel:
+    """A kernel loaded for one device; made by `load`.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    arch : str
+    report : mapping
+        Registers, static shared memory and spills, as the compiler reported them.
+    """
+
+    def __init__(self, spec: KernelSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.arch = arch_of(device)
+        self.device_index = device.index
+        self._library, self.report = _library(spec, self.arch)  # the library keeps the kernel loaded
+        self._handle = int(self._library.get_kernel(spec.symbol).handle)
+        self._attributes: ctypes.Array[_LaunchAttribute] | None = None
+        if spec.programmatic:
+            attribute = _LaunchAttribute(id=_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+            self._attributes = (_LaunchAttribute * 1)(attribute)
+        if spec.shared_bytes > 48 * 1024:
+            check(
+                driver().cuKernelSetAttribute(
+                    _KERNEL_MAX_DYNAMIC_SHARED_BYTES, spec.shared_bytes, self._handle, self.device_index
+                ),
+                f"{spec.kernel_id(self.arch)}: {spec.shared_bytes} bytes of shared memory",
+            )
+
+    def launch(self, params: ctypes.Structure, grid_x: int, grid_y: int = 1, grid_z: int = 1) -> None:
+        """Put the kernel on torch's current stream of its device, which has to be the current device.
+
+        Parameters
+        ----------
+        params : ctypes.Structure
+            An instance of ``spec.params``; may be reused or dropped as soon as this returns.
+        grid_x, grid_y, grid_z : int
+            Blocks; an empty grid launches nothing.
+
+        Raises
+        ------
+        MlaError
+            The driver refuses the launch; names the kernel and the driver's error.
+        """
+        if not (grid_x and grid_y and grid_z):
+            return
+        result = self._launch(params, grid_x, grid_y, grid_z)
+        if result == _ERROR_INVALID_CONTEXT:
+            # A thread that has made no CUDA call yet has no current context; torch's is the device's primary one.
+            from cuda.core import Device
+
+            Device(self.device_index).set_current()
+            result = self._launch(params, grid_x, grid_y, grid_z)
+        if result:
+            check(result, f"launch of {self.spec.kernel_id(self.arch)}, grid ({grid_x}, {grid_y}, {grid_z})")
+
+    def _launch(self, params: ctypes.Structure, grid_x: int, grid_y: int, grid_z: int) -> int:
+        spec = self.spec
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        pointers = Pointers(ctypes.addressof(params))
+        if self._attributes is None:
+            return driver().cuLaunchKernel(
+                self._handle, grid_x, grid_y, grid_z, spec.threads, 1, 1, spec.shared_bytes, stream, pointers, None
+            )
+        grid, block = (grid_x, grid_y, grid_z), (spec.threads, 1, 1)
+        config = _LaunchConfig(grid, block, spec.shared_bytes, stream, self._attributes, len(self._attributes))
+        return driver().cuLaunchKernelEx(config, self._handle, pointers, None)
+
+
+def load(spec: KernelSpec, device: torch.device) -> Kernel:
+    """Compile (or find) and load a kernel for a device; a second call with an equal spec returns the same object.
+
+    Raises
+    ------
+    CompileError
+        See `mla.jit_cache.obtain`.
+    MlaError
+        The driver does not load it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _load(spec, index)
+
+
+@functools.cache
+def _load(spec: KernelSpec, index: int) -> Kernel:
+    return Kernel(spec, torch.device("cuda", index))
+
+
+@functools.cache
+def _library(spec: KernelSpec, arch: str):  # type: ignore[no-untyped-def]  # cuda.core is imported lazily
+    from cuda.core import ObjectCode
+
+    torch.cuda.init()
+    binary = compiler.build(spec, arch)
+    return ObjectCode.from_cubin(binary.code, name=spec.kernel_id(arch)), binary.report
+
+
+class TensorMap(ctypes.Structure):
+    """A TMA descriptor as a field of a parameter struct.
+
+    The C side is ``struct alignas(64) TensorMap { uint8_t bytes[128]; }`` (``include/ptx_sm90.cuh``). Descriptors come
+    first in a struct, and `with_tail` ends it, so that both sides place them at multiples of 64 bytes.
+    """
+
+    _fields_ = [("bytes", ctypes.c_ubyte * 128)]
+
+
+def with_tail(fields: Sequence[tuple[str, type]]) -> list[tuple[str, type]]:
+    """Return ``_fields_`` of a struct that begins with tensor maps, padded to C's size: a multiple of 64 bytes."""
+
+    class Unpadded(ctypes.Structure):
+        _fields_ = list(fields)
+
+    tail = -ctypes.sizeof(Unpadded) % 64
+    return [*fields, ("_tail", ctypes.c_ubyte * tail)] if tail else list(fields)

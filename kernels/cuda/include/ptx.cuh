@@ -1,0 +1,73 @@
+// One wrapper per PTX instruction, named as the ISA names it: what every architecture from sm_80 on has.
+#pragma once
+#include "types.cuh"
+
+// Shared-memory address of a generic pointer into shared memory.
+MLA_DEVICE uint32_t cvta_shared(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+
+// ---- global memory: N bytes at an address aligned to N ---------------------------------------------------------------------
+
+template <int BYTES> struct Bytes;
+template <> struct Bytes<1> { uint8_t word; };
+template <> struct Bytes<2> { uint16_t word; };
+template <> struct Bytes<4> { uint32_t word; };
+template <> struct alignas(8) Bytes<8> { uint32_t words[2]; };
+template <> struct alignas(16) Bytes<16> { uint32_t words[4]; };
+
+// Streaming read: not kept in L1, evicted first from L2.
+MLA_DEVICE Bytes<16> ld_global_cs(const Bytes<16>* p) {
+  Bytes<16> v;
+  asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(p));
+  return v;
+}
+
+// ---- cp.async ---------------------------------------------------------------------------------------------------------------
+
+// Copy 16 bytes to shared memory past L1; `source_bytes` 0 writes zeros and reads nothing.
+MLA_DEVICE void cp_async_cg_16(uint32_t shared, const void* global, int source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(source_bytes) : "memory");
+}
+MLA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> MLA_DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// ---- fragments ----------------------------------------------------------------------------------------------------------------
+
+MLA_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+MLA_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------------------------------------
+
+MLA_DEVICE float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MLA_DEVICE float lg2_approx_ftz(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Two values in one register, `low` in the lower half, each rounded to nearest even.
+template <typename T> MLA_DEVICE uint32_t cvt_rn_x2(float low, float high);
+template <> MLA_DEVICE uint32_t cvt_rn_x2<bf16>(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+template <> MLA_DEVICE uint32_t cvt_rn_x2<fp16>(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
