@@ -1,8 +1,8 @@
 """The expression tree of a mask: integer arithmetic and comparisons over (b, h, q, k) and captured integer tensors.
 
-A tree is made of `Node`; `IntExpr` and `BoolExpr` are what a mask function computes with. Nodes are interned, so equal
-expressions are one object, comparing and hashing are by identity, and an expression that is used twice is printed and
-evaluated once. Every consumer (the torch evaluation here, the interval analysis, the printers) walks the same nodes.
+Nodes are interned: equal expressions are one object, compared and hashed by identity, and an expression that is used
+twice is printed and evaluated once. A mask function builds them (`mla.mask_trace`); the torch evaluation here, the
+interval analysis (`mla.mask_interval`) and the printers (`mla.mask_code`) walk them.
 
 Meaning: 32-bit integers. ``//`` and ``%`` round towards minus infinity, and both give 0 for a zero divisor. On a device
 a result outside 32 bits is undefined, so constants have to fit and products of positions should be avoided.
@@ -14,11 +14,11 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from mla.errors import ArgumentError, DTypeError
+from mla.errors import ArgumentError
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 BOOLEAN_OPS = frozenset({"bool", "lt", "le", "eq", "ne", "and", "or", "xor"})
@@ -28,14 +28,17 @@ _interned_lock = threading.Lock()
 
 
 class Node:
-    """One operation. ``value`` is the constant of ``int`` and ``bool``, the name of ``var``, the slot of ``capture``."""
+    """One operation.
+
+    ``value`` is the constant of ``int`` and ``bool``, the name of ``var``, the slot of ``capture``.
+    """
 
     __slots__ = ("__weakref__", "args", "op", "value")
     op: str
     args: tuple[Node, ...]
     value: int | str | None
 
-    def __new__(cls, op: str, args: tuple[Node, ...] = (), value: int | str | None = None) -> Node:  # noqa: PYI034
+    def __new__(cls, op: str, args: tuple[Node, ...] = (), value: int | str | None = None) -> Node:
         key = (op, args, value)
         with _interned_lock:
             node = _interned.get(key)
@@ -241,7 +244,7 @@ _APPLY: dict[str, Callable[..., Any]] = {
 
 
 def evaluate(root: Node, variables: Mapping[str, Any], captures: Sequence[Any]) -> Any:
-    """Compute ``root`` from the values of its variables and of its capture slots (Python integers or integer tensors)."""
+    """Compute ``root`` from the values of its variables and capture slots: Python integers or integer tensors."""
     values: dict[Node, Any] = {}
     for node in postorder(root):
         match node.op:
@@ -265,139 +268,3 @@ def renumber_captures(root: Node, slots: Mapping[int, int]) -> Node:
         else:
             rebuilt[node] = Node(node.op, tuple(rebuilt[arg] for arg in node.args), node.value)
     return rebuilt[root]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a mask function computes with.
-
-
-def _as_int(value: object) -> Node:
-    if isinstance(value, IntExpr):
-        return value.node
-    if isinstance(value, BoolExpr | bool):
-        raise DTypeError("a mask function uses a condition as a number; write where(condition, 1, 0)")
-    if isinstance(value, torch.Tensor):
-        raise DTypeError("a mask function may use a captured tensor only indexed by b or h, as in lengths[b]")
-    try:
-        return integer(operator.index(value))  # type: ignore[arg-type]
-    except TypeError:
-        raise DTypeError(f"a mask function computes with integers, got {type(value).__name__} {value!r}") from None
-
-
-def as_bool(value: object) -> Node:
-    """Return the node of a condition (a `BoolExpr` or a bool)."""
-    if isinstance(value, BoolExpr):
-        return value.node
-    if isinstance(value, bool):
-        return TRUE if value else FALSE
-    raise DTypeError(
-        f"expected a condition, got {type(value).__name__}; &, | and ~ bind tighter than comparisons: "
-        "put each comparison in parentheses, as in (k <= q) & (q - k < 4096)"
-    )
-
-
-class _Expr:
-    __slots__ = ("node",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-
-    def __bool__(self) -> NoReturn:
-        raise DTypeError(
-            "a mask expression has no truth value while it is being built: use &, |, ~ for and, or, not; where(c, x, y) "
-            "for if; minimum and maximum for min and max; (a <= b) & (b <= c) for a <= b <= c"
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.node!r})"
-
-
-def _int_op(op: str, reverse: bool = False) -> Any:
-    def method(self: IntExpr, other: object) -> IntExpr:
-        x, y = self.node, _as_int(other)
-        return IntExpr(make(op, y, x) if reverse else make(op, x, y))
-
-    return method
-
-
-def _comparison(op: str, reverse: bool = False) -> Any:
-    def method(self: IntExpr, other: object) -> BoolExpr:
-        x, y = self.node, _as_int(other)
-        return BoolExpr(make(op, y, x) if reverse else make(op, x, y))
-
-    return method
-
-
-def _bool_op(op: str) -> Any:
-    def method(self: BoolExpr, other: object) -> BoolExpr:
-        return BoolExpr(make(op, self.node, as_bool(other)))
-
-    return method
-
-
-class IntExpr(_Expr):
-    """An integer inside a mask function: + - * // % abs, comparisons."""
-
-    __slots__ = ()
-    __add__, __radd__ = _int_op("add"), _int_op("add", reverse=True)
-    __sub__, __rsub__ = _int_op("sub"), _int_op("sub", reverse=True)
-    __mul__, __rmul__ = _int_op("mul"), _int_op("mul", reverse=True)
-    __floordiv__, __rfloordiv__ = _int_op("floordiv"), _int_op("floordiv", reverse=True)
-    __mod__, __rmod__ = _int_op("mod"), _int_op("mod", reverse=True)
-    __lt__, __gt__ = _comparison("lt"), _comparison("lt", reverse=True)
-    __le__, __ge__ = _comparison("le"), _comparison("le", reverse=True)
-    __eq__, __ne__ = _comparison("eq"), _comparison("ne")
-
-    def __neg__(self) -> IntExpr:
-        return IntExpr(make("sub", ZERO, self.node))
-
-    def __pos__(self) -> IntExpr:
-        return self
-
-    def __abs__(self) -> IntExpr:
-        return IntExpr(make("abs", self.node))
-
-    def _not_a_condition(self, other: object = None) -> NoReturn:
-        as_bool(self)
-        raise AssertionError
-
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _not_a_condition
-
-    def __truediv__(self, other: object) -> NoReturn:
-        raise DTypeError("a mask function computes with integers: use // instead of /")
-
-    __rtruediv__ = __truediv__
-
-    def __index__(self) -> NoReturn:
-        raise DTypeError("only a torch tensor of integers can be indexed by b or h inside a mask function")
-
-
-class BoolExpr(_Expr):
-    """A condition inside a mask function: & | ^ ~."""
-
-    __slots__ = ()
-    __and__ = __rand__ = _bool_op("and")
-    __or__ = __ror__ = _bool_op("or")
-    __xor__ = __rxor__ = __ne__ = _bool_op("xor")
-
-    def __invert__(self) -> BoolExpr:
-        return BoolExpr(negate(self.node))
-
-    def __eq__(self, other: object) -> BoolExpr:  # type: ignore[override]
-        return BoolExpr(negate(make("xor", self.node, as_bool(other))))
-
-
-def minimum(x: IntExpr | int, y: IntExpr | int) -> IntExpr:
-    """Return the smaller of two integers, inside a mask function."""
-    return IntExpr(make("min", _as_int(x), _as_int(y)))
-
-
-def maximum(x: IntExpr | int, y: IntExpr | int) -> IntExpr:
-    """Return the larger of two integers, inside a mask function."""
-    return IntExpr(make("max", _as_int(x), _as_int(y)))
-
-
-def where(condition: BoolExpr | bool, x: IntExpr | int, y: IntExpr | int) -> IntExpr:
-    """Return x where the condition holds and y elsewhere, inside a mask function."""
-    return IntExpr(make("where", as_bool(condition), _as_int(x), _as_int(y)))

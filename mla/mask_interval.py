@@ -63,7 +63,8 @@ def _mod(x: Interval, y: Interval) -> Interval:
     if lo is not hi:
         return least, most
     one_period = make("eq", make("floordiv", x[0], lo), make("floordiv", x[1], lo))
-    return make("where", one_period, make("mod", x[0], lo), least), make("where", one_period, make("mod", x[1], lo), most)
+    rests = make("mod", x[0], lo), make("mod", x[1], lo)
+    return make("where", one_period, rests[0], least), make("where", one_period, rests[1], most)
 
 
 def _where(condition: Interval, x: Interval, y: Interval) -> Interval:
@@ -121,8 +122,11 @@ _VARIABLES = {
 
 
 @lru_cache(maxsize=256)
-def tile_class(expression: Node) -> Node:
-    """Return the expression of a tile's class: `TILE_HIDDEN`, `TILE_PARTIAL` or `TILE_VISIBLE`."""
+def tile_class(expression: Node, biased: bool) -> Node:
+    """Return the expression of a tile's class: `TILE_HIDDEN`, `TILE_PARTIAL` or `TILE_VISIBLE`.
+
+    With a bias a tile is never visible as a whole: the bias has to be read, and may hide.
+    """
     intervals: dict[Node, Interval] = {}
     for node in postorder(expression):
         if node.op == "var":
@@ -133,6 +137,8 @@ def tile_class(expression: Node) -> Node:
             intervals[node] = _bounds(node, [intervals[arg] for arg in node.args])
     always, maybe = intervals[expression]
     visible, partial, hidden = integer(TILE_VISIBLE), integer(TILE_PARTIAL), integer(TILE_HIDDEN)
+    if biased:
+        return make("where", maybe, partial, hidden)
     if always is maybe:
         return make("where", always, visible, hidden)
     return make("where", always, visible, make("where", maybe, partial, hidden))

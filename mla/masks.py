@@ -20,38 +20,41 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mla import mask_interval
 from mla.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from mla.mask_expr import (
-    TRUE,
-    BoolExpr,
-    IntExpr,
-    Node,
-    as_bool,
-    evaluate,
-    make,
-    maximum,
-    minimum,
-    postorder,
-    renumber_captures,
-    variable,
-    where,
-)
+from mla.mask_expr import TRUE, Node, evaluate, make, postorder, renumber_captures, variable
 from mla.mask_interval import TILE_HIDDEN, TILE_PARTIAL, TILE_VISIBLE
+from mla.mask_trace import BoolExpr, Capture, CaptureIndex, IntExpr, Tracing, as_bool, maximum, minimum, where
 
 __all__ = [
-    "TILE_HIDDEN", "TILE_PARTIAL", "TILE_VISIBLE", "CausalMask", "CausalPaddingMask", "ChunkedCausalMask", "ChunkedMask",
-    "FunctionMask", "Mask", "MaskFunction", "MaskProgram", "MaterializedMask", "NullMask", "SlidingWindowCausalMask",
-    "SlidingWindowNonCausalMask", "as_mask", "maximum", "minimum", "where",
-]  # fmt: skip
+    "BIASES_MAX",
+    "CAPTURES_MAX",
+    "TILE_HIDDEN",
+    "TILE_PARTIAL",
+    "TILE_VISIBLE",
+    "CausalMask",
+    "CausalPaddingMask",
+    "ChunkedCausalMask",
+    "ChunkedMask",
+    "FunctionMask",
+    "Mask",
+    "MaskFunction",
+    "MaskProgram",
+    "MaterializedMask",
+    "NullMask",
+    "SlidingWindowCausalMask",
+    "SlidingWindowNonCausalMask",
+    "as_mask",
+    "maximum",
+    "minimum",
+    "where",
+]
 
 CAPTURES_MAX = 4
 BIASES_MAX = 2
 NODES_MAX = 512
 
-CaptureIndex = Literal["b", "h"]
 BiasDtype = Literal["fp32", "bf16", "fp16"]
 _BIAS_DTYPES: dict[torch.dtype, BiasDtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -61,6 +64,8 @@ MaskFunction = Callable[[IntExpr, IntExpr, IntExpr, IntExpr], "BoolExpr | bool"]
 @dataclass(frozen=True)
 class MaskProgram:
     """A mask as code: equal for masks that differ only in the data of captured tensors and biases.
+
+    Two masks of different names may print the same text (`key`), which a cache of binaries then shares.
 
     Attributes
     ----------
@@ -91,72 +96,20 @@ class MaskProgram:
 
     @cached_property
     def tile_class(self) -> Node:
-        """The class of a tile over b, h, q_lo, q_hi, k_lo, k_hi, biases left aside; see `mla.mask_interval`."""
-        return mask_interval.tile_class(self.expression)
+        """The class of a tile over b, h, q_lo, q_hi, k_lo, k_hi; see `mla.mask_interval`."""
+        return mask_interval.tile_class(self.expression, self.has_bias)
 
     @cached_property
     def key(self) -> str:
-        """A name for files and logs, the same in every process."""
+        """A name for files and logs, the same in every process and for every mask of the same code."""
         index: dict[Node, int] = {}
         for node in postorder(self.expression):
             index[node] = len(index)
         listing = [(node.op, node.value, [index[arg] for arg in node.args]) for node in index]
-        digest = hashlib.sha256(repr((listing, self.captures, self.biases)).encode()).hexdigest()
-        return f"{self.name}-{digest[:12]}"
+        return hashlib.sha256(repr((listing, self.captures, self.biases)).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return self.name
-
-
-class _Tracing(TorchFunctionMode):
-    """While a mask function runs, ``tensor[b]`` and ``tensor[h]`` become capture slots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[tuple[torch.Tensor, CaptureIndex]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], IntExpr):
-            return IntExpr(Node("capture", value=self.slot(args[0], args[1].node)))
-        return func(*args, **(kwargs or {}))
-
-    def slot(self, tensor: torch.Tensor, index: Node) -> int:
-        if index.op != "var" or index.value not in ("b", "h"):
-            raise DTypeError("a captured tensor may be indexed by b or by h only, inside a mask function")
-        kind: CaptureIndex = "b" if index.value == "b" else "h"
-        for i, (known, known_kind) in enumerate(self.tensors):
-            if known is tensor and known_kind == kind:
-                return i
-        self.tensors.append((tensor, kind))
-        return len(self.tensors) - 1
-
-
-class _Capture:
-    """A captured tensor: as it was given, and as int32 on each device where it has been needed."""
-
-    def __init__(self, source: torch.Tensor, index: CaptureIndex) -> None:
-        if source.dtype not in (torch.int32, torch.int64, torch.uint32):
-            raise DTypeError(f"a tensor captured by a mask has dtype {source.dtype}; allowed: int32, int64, uint32")
-        if source.ndim != 1:
-            raise ShapeError(
-                f"a tensor captured by a mask and indexed by {index} has shape {list(source.shape)}; "
-                f"allowed: one dimension, [{'B' if index == 'b' else 'H'}]"
-            )
-        self.source = source
-        self.index = index
-        # int32 and uint32 stay the caller's memory, so that a captured graph replays with the values of the day.
-        data = source.view(torch.int32) if source.dtype == torch.uint32 else source.to(torch.int32)
-        self._home = data.contiguous()
-        self._copies: dict[torch.device, torch.Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        if self._home.device == device:
-            return self._home
-        if self._home.device.type != "cpu":
-            raise DeviceError(f"a tensor captured by the mask is on {self._home.device}, the call is on {device}")
-        if device not in self._copies:
-            self._copies[device] = self._home.to(device, non_blocking=True)
-        return self._copies[device]
 
 
 class Mask:
@@ -166,7 +119,7 @@ class Mask:
     """
 
     def __init__(self, function: MaskFunction) -> None:
-        tracing = _Tracing()
+        tracing = Tracing()
         with tracing:
             result = function(*(IntExpr(variable(name)) for name in "bhqk"))
         try:
@@ -175,10 +128,10 @@ class Mask:
             raise DTypeError(
                 f"a mask function must return a condition such as k <= q, got {type(result).__name__} {result!r}"
             ) from None
-        captures = [_Capture(tensor, index) for tensor, index in tracing.tensors]
+        captures = [Capture(tensor, index) for tensor, index in tracing.tensors]
         self._settle(type(self).__name__, expression, captures, ())
 
-    def _settle(self, name: str, expression: Node, captures: list[_Capture], biases: tuple[torch.Tensor, ...]) -> None:
+    def _settle(self, name: str, expression: Node, captures: list[Capture], biases: tuple[torch.Tensor, ...]) -> None:
         """Number the captures by first use, so that equal conditions have equal programs, and check the limits."""
         nodes = list(postorder(expression))
         used = list(dict.fromkeys(int(node.value) for node in nodes if node.op == "capture"))  # type: ignore[arg-type]
@@ -218,8 +171,8 @@ class Mask:
         Raises
         ------
         DTypeError
-            A condition is used in ``if``, ``and``, ``or``, ``not`` or a chained comparison; the result is no condition; a
-            captured tensor is not int32, int64 or uint32, or is indexed by something else than b or h.
+            A condition is used in ``if``, ``and``, ``or``, ``not`` or a chained comparison; the result is no
+            condition; a captured tensor is not int32, int64 or uint32, or is indexed by something else than b or h.
         ArgumentError
             More than 4 captured tensors, or a constant outside 32 bits.
 
@@ -265,8 +218,8 @@ class Mask:
             if tensor.shape[0] != extent:
                 what = "sequences" if capture.index == "b" else "heads"
                 raise ShapeError(
-                    f"a tensor captured by {self.program.name} and indexed by {capture.index} has {tensor.shape[0]} elements; "
-                    f"the call has {extent} {what}"
+                    f"a tensor captured by {self.program.name} and indexed by {capture.index} has "
+                    f"{tensor.shape[0]} elements; the call has {extent} {what}"
                 )
         for bias in self.biases:
             if bias.shape[0] != batch_size or bias.shape[1] not in (1, num_heads):
@@ -355,9 +308,6 @@ class Mask:
         tensors = [x for x in bounds.values() if isinstance(x, torch.Tensor)]
         device = tensors[0].device if tensors else None
         result = self._evaluate(self.program.tile_class, device, **bounds)
-        for bias in self.biases:
-            within = (k_hi >= 0) & (k_lo < bias.shape[3])
-            result = within * TILE_PARTIAL * (result > TILE_HIDDEN)
         if device is None:
             return int(result)
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -384,9 +334,8 @@ class _CombinedMask(Mask):
         captures = list(left._captures)
         slots: dict[int, int] = {}
         for i, capture in enumerate(right._captures):
-            same = [j for j, known in enumerate(captures) if known.source is capture.source and known.index == capture.index]
-            slots[i] = same[0] if same else len(captures)
-            if not same:
+            slots[i] = next((j for j, known in enumerate(captures) if known.same_as(capture)), len(captures))
+            if slots[i] == len(captures):
                 captures.append(capture)
         expression = make(op, left.program.expression, renumber_captures(right.program.expression, slots))
         name = f"({left.program.name} {'&' if op == 'and' else '|'} {right.program.name})"
@@ -472,7 +421,7 @@ class MaterializedMask(Mask):
     Parameters
     ----------
     bias : torch.Tensor
-        [B, Sq, Sk] or [B, 1 or H, Sq, Sk], float32, bfloat16 or float16, last dim contiguous, on the device of the call.
+        [B, Sq, Sk] or [B, 1 or H, Sq, Sk], float32, bfloat16 or float16, last dim contiguous, on the call's device.
         Row i belongs to the i-th query of the call, column j to key position j; outside it nothing is visible.
     """
 
@@ -489,11 +438,15 @@ class MaterializedMask(Mask):
 
 
 _BUILT_IN = {
-    "NullMask": "NullMask()", "CausalMask": "CausalMask()", "ChunkedMask": "ChunkedMask(chunk_size)",
-    "ChunkedCausalMask": "ChunkedCausalMask(chunk_size)", "SlidingWindowCausalMask": "SlidingWindowCausalMask(window_size)",
+    "NullMask": "NullMask()",
+    "CausalMask": "CausalMask()",
+    "ChunkedMask": "ChunkedMask(chunk_size)",
+    "ChunkedCausalMask": "ChunkedCausalMask(chunk_size)",
+    "SlidingWindowCausalMask": "SlidingWindowCausalMask(window_size)",
     "SlidingWindowNonCausalMask": "SlidingWindowNonCausalMask(window_size)",
-    "CausalPaddingMask": "CausalPaddingMask(valid_lengths)", "MaterializedMask": "MaterializedMask(bias)",
-}  # fmt: skip
+    "CausalPaddingMask": "CausalPaddingMask(valid_lengths)",
+    "MaterializedMask": "MaterializedMask(bias)",
+}
 
 
 def as_mask(value: object, name: str) -> Mask:
