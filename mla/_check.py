@@ -7,6 +7,7 @@ synchronises with a device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -170,6 +171,11 @@ def alignment(*tensors: torch.Tensor | None) -> int:
                 if extent > 1:
                     bits |= stride * size
     return bits & -bits
+
+
+def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return what a check of these tensors can depend on besides values, hashable: dtypes, shapes, strides, devices."""
+    return tuple((t.dtype, t.shape, t.stride(), t.device) if isinstance(t, torch.Tensor) else None for t in tensors)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -1,0 +1,1 @@
+"""The reference backend: torch on the CPU."""
