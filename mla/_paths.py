@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: Folder of the installed package. (``importlib.resources`` cannot join several parts below a namespace package on Python 3.11.)
+#: Folder of the package. (On Python 3.11 ``importlib.resources`` cannot join several parts below a namespace package.)
 PACKAGE = Path(__file__).resolve().parent
 #: Kernel sources, one folder a vendor.
 KERNELS = PACKAGE / "kernels"

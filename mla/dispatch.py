@@ -1,6 +1,7 @@
 """From a problem and a target to the implementation that serves it, or to every reason why none does.
 
-`resolve` is the hot path: a hit is one look-up. `explain` tells the same story in words, for hardware that is here or not.
+`resolve` is the hot path: a hit is one look-up. `explain` tells the same story in words, for hardware that is here or
+not.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ import dataclasses
 import functools
 import importlib
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable
-from fnmatch import fnmatchcase
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -20,60 +19,59 @@ from mla import registry
 from mla.errors import ArgumentError, DeviceError, UnsupportedError
 from mla.explanation import Candidate, Explanation, describe
 from mla.problem import OPS, Op, Problem
-from mla.registry import Implementation, Requirements
+from mla.requirements import listed
 from mla.target import BACKENDS, Availability, Target, device_arch, runs_on
+
+if TYPE_CHECKING:
+    from mla.registry_file import Implementation
 
 Runner = Callable[[Any], None]
 _V = TypeVar("_V")
-_memos: weakref.WeakSet[Memo] = weakref.WeakSet()
 _lock = threading.RLock()
+_memos: list[Memo] = []
 
 
 class Memo(dict[Hashable, Any]):
-    """A bounded dict for what was derived from the registry; empties when the registry changes. Look up with ``get``.
+    """A bounded memory, for a module's lifetime, of what follows from the registry; empties when that changes.
 
-    Keys must not hold tensors. The oldest entry leaves first.
+    Look up with ``get``. Keys hold no tensors. The oldest entry leaves first.
     """
-
-    __slots__ = ("__weakref__", "limit")
-    __hash__ = object.__hash__  # the WeakSet goes by identity
 
     def __init__(self, limit: int = 1024) -> None:
         super().__init__()
-        self.limit = limit
-        _memos.add(self)
+        self._limit = limit
+        _memos.append(self)
 
     def remember(self, key: Hashable, value: _V) -> _V:
         """Store and return ``value``."""
         with _lock:
-            if len(self) >= self.limit:
+            if len(self) >= self._limit:
                 del self[next(iter(self))]
             self[key] = value
         return value
 
 
-def clear() -> None:
-    """Forget every choice and prepared callable."""
+def forget() -> None:
+    """Empty every memory, so that the next calls choose and prepare anew."""
     with _lock:
         for memo in _memos:
             memo.clear()
 
 
-registry.on_change(clear)
-
+registry.on_change(forget)
 _runners = Memo()
 _choices = Memo()
 
 
 def resolve(problem: Problem, target: Target | str, device: torch.device) -> Runner:
-    """Return the prepared callable that serves ``problem`` on ``device``.
+    """Return the prepared callable that serves a problem on a device.
 
     Parameters
     ----------
     problem : Problem
     target : Target or str
     device : torch.device
-        Device of the call's tensors.
+        Device of the call's tensors, with its index.
 
     Returns
     -------
@@ -100,7 +98,9 @@ def chosen(problem: Problem, target: Target | str, device: torch.device) -> Impl
     key = (problem, target, device)
     implementation = _choices.get(key)
     if implementation is None:
-        explanation = _explain(problem, _check_device(_parse(target), device), device)
+        parsed = _parse(target)
+        _check_device(parsed, device)
+        explanation = _explain(problem, parsed, device)
         if explanation.chosen is None:
             raise UnsupportedError(f"{problem.op}: nothing serves this problem on target {str(target)!r}", explanation)
         implementation = _choices.remember(key, registry.default()[explanation.chosen])
@@ -108,7 +108,7 @@ def chosen(problem: Problem, target: Target | str, device: torch.device) -> Impl
 
 
 def explain(
-    op: Op | str,
+    op: str,
     problem: Problem | None = None,
     *,
     target: Target | str = "gpu",
@@ -142,7 +142,7 @@ def explain(
     parsed = _parse(target)
     if op not in OPS:
         raise ArgumentError(f"op: {op!r} is not one of {', '.join(OPS)}")
-    problem = _default_problem(cast("Op", op)) if problem is None else problem
+    problem = _usual_problem(op) if problem is None else problem
     if problem.op != op:
         raise ArgumentError(f"problem: it is a {problem.op} problem, but op is {op!r}")
     known = {one.name for one in dataclasses.fields(Problem)} - {"op"}
@@ -154,15 +154,13 @@ def explain(
         fields["mask"] = getattr(fields["mask"], "program", fields["mask"])
     problem = dataclasses.replace(problem, **fields)
     if device is not None:
-        device = torch.device(device)
-    elif parsed.arch is None:
-        device = _device_here(parsed)
-    return _explain(problem, parsed, device)
+        return _explain(problem, parsed, torch.device(device))
+    return _explain(problem, parsed, _device_here(parsed) if parsed.arch is None else None)
 
 
 @functools.cache
 def availability(backend: str) -> Availability:
-    """Return what the backend's ``probe`` found, asked once. A backend of the user's own counts as available: its entries check."""
+    """Return what the backend's ``probe`` found, asked once; a backend of the user's own counts as available."""
     if backend not in BACKENDS:
         return Availability(None)
     return cast("Availability", _runtime(backend).probe())
@@ -172,45 +170,38 @@ def _runtime(backend: str) -> Any:
     return importlib.import_module(f"mla.backends.{backend}.runtime")
 
 
-def _arch_of(backend: str, device: torch.device) -> str:
-    return cast("str", _runtime(backend).arch_of(device)) if backend in BACKENDS else device_arch(device)
-
-
 def _parse(target: Target | str) -> Target:
-    return target if isinstance(target, Target) else Target.parse(target, backends=registry.default().backends)
+    return Target.parse(target, backends=registry.default().backends)
 
 
-def _check_device(target: Target, device: torch.device) -> Target:
+def _check_device(target: Target, device: torch.device) -> None:
     """Refuse tensors that do not lie where the target runs."""
-    places = {"cuda": "an NVIDIA GPU", "rocm": "an AMD GPU", "triton": "a GPU", "gpu": "a GPU", "cpu": "the CPU"}
-    if not any(runs_on(backend, device) and (backend, target.name, device.type) != ("triton", "gpu", "cpu") for backend in target.backends):
-        hint = "move them to the GPU, or pass target='cpu'" if device.type == "cpu" else "pass target='gpu'"
+    if not any(runs_on(backend, device) for backend in target.backends):
+        wanted = {"cuda": "an NVIDIA GPU", "rocm": "an AMD GPU", "cpu": "the CPU"}.get(target.name, "a GPU")
+        hint = "pass target='cpu', or move them to the GPU" if device.type == "cpu" else "pass target='gpu'"
         if device.type == "cpu" and target.name == "triton":
-            hint += "; with TRITON_INTERPRET=1 in the environment, Triton's interpreter takes CPU tensors"
-        raise DeviceError(
-            f"target {str(target)!r} needs tensors on {places[target.name]}, but they are on {str(device)!r}: {hint}"
-        )
+            hint += "; with TRITON_INTERPRET=1 in the environment Triton's interpreter takes CPU tensors"
+        raise DeviceError(f"target {str(target)!r} needs tensors on {wanted}, but they are on {str(device)!r}: {hint}")
     if target.arch is not None and target.arch != device_arch(device):
         raise DeviceError(f"target {str(target)!r} names {target.arch}, but {device} is {device_arch(device)}")
-    return target
 
 
 def _device_here(target: Target) -> torch.device | None:
-    if target.name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        return None
-    device = torch.device("cuda", torch.cuda.current_device())
-    return device if any(runs_on(backend, device) for backend in target.backends) else None
+    """Find the device that a call on this target would most likely run on."""
+    gpu = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    for device in (*gpu, torch.device("cpu")):
+        if any(runs_on(backend, device) for backend in target.backends):
+            return device
+    return None
 
 
-def _default_problem(op: Op) -> Problem:
+def _usual_problem(op: str) -> Problem:
     if op == "plan":
         return Problem("plan", "int32", "int32", page_size=64)
     if op == "merge":
         return Problem("merge", "bf16", "bf16", features=frozenset({"lse"}))
-    if op in ("gather", "store"):
-        return Problem(op, "bf16", "bf16", page_size=64)
+    if op != "prefill":
+        return Problem(cast("Op", op), "bf16", "bf16", page_size=64)
     from mla.masks import CausalMask
 
     return Problem(
@@ -219,84 +210,38 @@ def _default_problem(op: Op) -> Problem:
 
 
 def _explain(problem: Problem, target: Target, device: torch.device | None) -> Explanation:
+    """Judge every candidate by the target's architecture, else by the device's."""
     backends = target.backends
-    if device is not None and target.arch is None and target.name == "gpu":
+    if target.arch is None and device is not None:
         backends = tuple(backend for backend in backends if runs_on(backend, device))
-    candidates = []
-    for one in registry.default().candidates(problem.op, backends):
-        candidates.append(_judge(one, problem, target, device))
-    notes = () if candidates else (f"no implementation of {problem.op} is registered for {', '.join(backends)}",)
+    candidates = [
+        _judge(one, problem, target.arch, device) for one in registry.default().candidates(problem.op, backends)
+    ]
+    notes = () if candidates else (f"no implementation of {problem.op} is registered for {listed(backends)}",)
     best = next((candidate.id for candidate in candidates if not candidate.against), None)
     return Explanation(problem.op, describe(problem), str(target), best, tuple(candidates), notes)
 
 
-def _judge(one: Implementation, problem: Problem, target: Target, device: torch.device | None) -> Candidate:
-    """Collect the reasons for and against one candidate."""
-    found = availability(one.backend)
+def _judge(one: Implementation, problem: Problem, arch: str | None, device: torch.device | None) -> Candidate:
+    """Collect what speaks for and against one candidate; ``arch`` None stands for the architecture of the device."""
+    here = availability(one.backend)
     notes = [one.note] if one.note else []
-    reasons: list[str] = []
-    arch = target.arch
-    if arch is None:
-        if found.reason is not None:
-            reasons.append(found.reason)
-        elif device is not None:
-            arch = _arch_of(one.backend, device)
-        elif found.archs:
-            arch = found.archs[0]
-    elif arch not in found.archs:
-        notes.append(f"cannot run here: {found.reason or f'no {arch} among the devices ({_list(found.archs)})'}")
-    merits, faults = _compare(one.requires, problem, arch)
-    reasons += faults
-    if arch is not None and not reasons:
+    against: list[str] = []
+    if arch is not None:
+        if arch not in here.archs:
+            notes.append(f"cannot run here: {here.reason or f'the devices are {listed(here.archs)}'}")
+    elif here.reason is not None:
+        against.append(here.reason)
+    if arch is None and device is not None:
+        usable = here.reason is None and one.backend in BACKENDS
+        arch = _runtime(one.backend).arch_of(device) if usable else device_arch(device)
+    merits, faults = one.requires.compare(problem, arch)
+    against += faults
+    if arch is not None and not against:
         try:
             refusal = one.load().check(problem, arch)
         except ImportError as error:
             refusal = f"{one.entry} cannot be imported: {error}"
         if refusal is not None:
-            reasons.append(refusal)
-    return Candidate(one.id, one.backend, one.priority, tuple(merits), tuple(reasons), tuple(notes), one.origin)
-
-
-def _compare(requires: Requirements, problem: Problem, arch: str | None) -> tuple[list[str], list[str]]:
-    """Hold each stated condition against the problem: sentences for, sentences against."""
-    merits: list[str] = []
-    faults: list[str] = []
-
-    def state(what: str, has: object, fits: bool, wanted: str) -> None:
-        (merits if fits else faults).append(f"{what} {has} {'is' if fits else 'is not'} {wanted}")
-
-    if requires.arch is not None:
-        if arch is None:
-            faults.append(f"needs architecture {_list(requires.arch)}, and no device here or name in the target says which")
-        else:
-            state("architecture", arch, any(fnmatchcase(arch, glob) for glob in requires.arch), f"in {_list(requires.arch)}")
-    if requires.dtypes is not None:
-        state("dtype", problem.dtypes, problem.dtypes in requires.dtypes, f"in {_list(requires.dtypes)}")
-    if requires.out_dtypes is not None and problem.out_dtype:
-        state("output dtype", problem.out_dtype, problem.out_dtype in requires.out_dtypes, f"in {_list(requires.out_dtypes)}")
-    if requires.dims is not None:
-        state("(q_depth, v_head_dim)", problem.dims, problem.dims in requires.dims, f"in {_list(requires.dims)}")
-    if requires.rope is not None and problem.rope is not None:
-        state("rope", problem.rope, problem.rope in requires.rope, f"in {_list(requires.rope)}")
-    if requires.page_size is not None and problem.page_size:
-        size, limits = problem.page_size, requires.page_size
-        fits = limits.min <= size <= (limits.max or size) and size % limits.multiple_of == 0
-        upper = f" and at most {limits.max}" if limits.max else ""
-        state("page size", size, fits, f"at least {limits.min}{upper} and a multiple of {limits.multiple_of}")
-    if requires.granularity is not None and problem.granularity:
-        state("granularity", problem.granularity, problem.granularity in requires.granularity, f"in {_list(requires.granularity)}")
-    if requires.masks is not None and problem.mask is not None:
-        state("mask", problem.mask.name, problem.mask.name in requires.masks, f"in {_list(requires.masks)}")
-    if requires.features is not None:
-        missing = sorted(problem.features - set(requires.features))
-        if missing:
-            faults.append(f"does not do {_list(missing)}")
-        elif problem.features:
-            merits.append(f"does {_list(sorted(problem.features))}")
-    if requires.alignment is not None:
-        state("alignment", f"{problem.alignment} bytes", problem.alignment >= requires.alignment, f"at least {requires.alignment}")
-    return merits, faults
-
-
-def _list(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values)) or "none"
+            against.append(refusal)
+    return Candidate(one.id, one.backend, one.priority, tuple(merits), tuple(against), tuple(notes), one.origin)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mla.dispatch import Explanation
+    from mla.explanation import Explanation
 
 
 class MlaError(Exception):

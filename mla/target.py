@@ -89,10 +89,9 @@ class Target:
         if not patterns:
             raise TargetError(f"target {text!r}: {name!r} takes no architecture")
         if not any(pattern.fullmatch(arch) for pattern in patterns):
-            archs = [arch_name for pattern in patterns for arch_name in _COMMON_ARCHS[pattern]]
-            raise TargetError(
-                f"target {text!r}: unknown architecture {arch!r}{_nearest(arch, archs)}; for example: {', '.join(archs)}"
-            )
+            archs = [common for pattern in patterns for common in _COMMON_ARCHS[pattern]]
+            hint = f"{_nearest(arch, archs)}; for example: {', '.join(archs)}"
+            raise TargetError(f"target {text!r}: unknown architecture {arch!r}{hint}")
         return cls(name, arch)
 
     def __str__(self) -> str:
@@ -128,7 +127,7 @@ class Availability:
 
 
 def runs_on(backend: str, device: torch.device) -> bool:
-    """Tell whether tensors on ``device`` are where ``backend`` runs. A backend of the user's own is left to judge for itself."""
+    """Tell whether tensors on ``device`` are where ``backend`` runs; a backend of the user's own judges for itself."""
     if backend == "reference":
         return device.type == "cpu"
     if backend == "cuda":
@@ -142,9 +141,9 @@ def runs_on(backend: str, device: torch.device) -> bool:
 
 @functools.cache
 def device_arch(device: torch.device) -> str:
-    """Name the architecture of a device: ``cpu``, ``sm_90a`` on compute capability 9.0, else ``sm_{major}{minor}``; on AMD ``gfx942``.
+    """Name a device's architecture: ``cpu``, ``sm_90a``, ``sm_80``, ``gfx942``.
 
-    The gfx name is the base, without features such as ``:sramecc+``.
+    Compute capability 9.0 is ``sm_90a``; a gfx name is the base, without features such as ``:sramecc+``.
     """
     if device.type != "cuda":
         return device.type

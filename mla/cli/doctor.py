@@ -1,0 +1,66 @@
+"""``mla doctor``: what can run on this machine, and what mends the rest."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mla import dispatch, jit_cache, registry
+from mla.target import BACKENDS, TARGET_BACKENDS, Target
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show for every target whether it can run here, or why not, with versions, devices and the cache folder."""
+    report = examine()
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    console = Console()
+    table = Table("target", "state", "architectures", "versions")
+    for name, found in report["targets"].items():
+        state = "[green]available[/]" if found["available"] else f"[red]not available[/]: {found['reason']}"
+        versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
+        table.add_row(name, state, ", ".join(found["archs"]), versions)
+    console.print(table)
+    for key in ("mla", "python", "torch", "platform", "cache folder", "implementations"):
+        console.print(f"{key}: {report[key]}", highlight=False, soft_wrap=True)
+    for device in report["devices"]:
+        console.print(f"device: {device}", highlight=False, soft_wrap=True)
+
+
+def examine() -> dict[str, Any]:
+    """Collect what `doctor` shows as plain data."""
+    targets = {}
+    for name in (*TARGET_BACKENDS, *sorted(set(registry.default().backends) - set(BACKENDS))):
+        found = {backend: dispatch.availability(backend) for backend in Target(name).backends}
+        usable = {backend: one for backend, one in found.items() if one.reason is None}
+        targets[name] = {
+            "available": bool(usable),
+            "reason": None if usable else "; ".join(f"{backend}: {one.reason}" for backend, one in found.items()),
+            "archs": sorted({arch for one in usable.values() for arch in one.archs}),
+            "versions": {key: value for one in found.values() for key, value in one.versions.items()},
+        }
+    return {
+        "targets": targets,
+        "mla": _version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cache folder": str(jit_cache.cache_dir()),
+        "implementations": len(registry.default()),
+    }
+
+
+def _version() -> str:
+    try:
+        return version("mla-prefill")
+    except PackageNotFoundError:
+        return "not installed (run from a checkout)"
