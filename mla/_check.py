@@ -156,7 +156,7 @@ def check_offsets(offsets: torch.Tensor, name: str, rows: int | None = None, row
 
 def check_non_negative(values: torch.Tensor, name: str) -> None:
     """Raise if a CPU tensor holds a negative number; tensors on other devices are left unread."""
-    if values.device.type == "cpu" and values.numel() and int(values.min()) < 0:
+    if values.device.type == "cpu" and values.numel() and int(values.to(torch.int64).min()) < 0:
         raise ArgumentError(f"{name} must not be negative, got {_preview(values)}")
 
 

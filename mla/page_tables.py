@@ -59,8 +59,8 @@ def make_tables(
     table_bound = min(page_table.shape[-1] * page_size, INT32_MAX)
     if max_cache_length is not None and max_cache_length > table_bound:
         raise ShapeError(
-            f"page table too narrow: max_cache_length {max_cache_length} needs {-(-max_cache_length // page_size)} pages "
-            f"and {table_name} has {page_table.shape[-1]} columns for pages of {page_size} tokens"
+            f"page table too narrow: max_cache_length {max_cache_length} needs {-(-max_cache_length // page_size)} "
+            f"pages, {table_name} has {page_table.shape[-1]} columns for pages of {page_size} tokens"
         )
     if all(t is None or t.device.type == "cpu" for t in (lengths, page_table, page_indptr)):
         check_live_pages(page_table, page_indptr, lengths, page_size, num_pages)

@@ -31,8 +31,8 @@ def store(args: StoreArgs) -> None:
 def quantize(values: torch.Tensor, granularity: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows [n, D] to fp8 with one scale for each `granularity` columns.
 
-    The largest magnitude of a block becomes the largest fp8 number. A scale is at least the smallest normal f32, so that
-    a block of zeros divides to zeros.
+    The largest magnitude of a block becomes the largest fp8 number. A scale is at least the smallest normal f32, so
+    that a block of zeros divides to zeros.
 
     Returns
     -------
