@@ -283,7 +283,7 @@ def mask_bias(b, h, row, col, {parameters}):
 '''
 
 
-class MaskBiasStruct(ctypes.Structure):
+class MaskBias(ctypes.Structure):
     """``MaskBias`` of the C text; strides in elements."""
 
     _fields_ = (
@@ -296,10 +296,10 @@ class MaskBiasStruct(ctypes.Structure):
     )
 
 
-class MaskArgsStruct(ctypes.Structure):
+class MaskArgs(ctypes.Structure):
     """``MaskArgs`` of the C text: the part of a kernel's parameters that a mask reads."""
 
-    _fields_ = (("capture", ctypes.c_void_p * CAPTURES_MAX), ("bias", MaskBiasStruct * BIASES_MAX))
+    _fields_ = (("capture", ctypes.c_void_p * CAPTURES_MAX), ("bias", MaskBias * BIASES_MAX))
 
 
 def head_stride(bias: torch.Tensor) -> int:
@@ -307,12 +307,12 @@ def head_stride(bias: torch.Tensor) -> int:
     return bias.stride(1) if bias.shape[1] > 1 else 0
 
 
-def c_args(mask: Mask, device: torch.device) -> MaskArgsStruct:
+def c_args(mask: Mask, device: torch.device) -> MaskArgs:
     """Return the addresses, strides and extents that the C text reads. The mask must outlive the launch."""
-    struct = MaskArgsStruct()
+    struct = MaskArgs()
     for i, capture in enumerate(mask.captures_on(device)):
         struct.capture[i] = capture.data_ptr()
     for i, bias in enumerate(mask.biases):
         rows, cols = bias.shape[2:]
-        struct.bias[i] = MaskBiasStruct(bias.data_ptr(), bias.stride(0), head_stride(bias), bias.stride(2), rows, cols)
+        struct.bias[i] = MaskBias(bias.data_ptr(), bias.stride(0), head_stride(bias), bias.stride(2), rows, cols)
     return struct

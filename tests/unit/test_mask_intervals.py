@@ -1,0 +1,90 @@
+"""Tile classes: sound for any expression, exact for the built-in masks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla.masks import (
+    TILE_HIDDEN,
+    TILE_PARTIAL,
+    TILE_VISIBLE,
+    CausalMask,
+    CausalPaddingMask,
+    ChunkedCausalMask,
+    ChunkedMask,
+    Mask,
+    MaterializedMask,
+    NullMask,
+    SlidingWindowCausalMask,
+    SlidingWindowNonCausalMask,
+)
+from tests.support.mask_expressions import BATCH, HEADS, build, conditions, meaning
+
+positions = st.tuples(st.integers(-40, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+def truth(visible: torch.Tensor) -> int:
+    return TILE_VISIBLE if visible.all() else TILE_PARTIAL if visible.any() else TILE_HIDDEN
+
+
+@settings(max_examples=300, deadline=None)
+@given(tree=conditions, b=st.integers(0, BATCH - 1), h=st.integers(0, HEADS - 1), q=positions, k=positions)
+def test_the_class_of_any_tile_of_any_mask_is_sound(tree: Any, b: int, h: int, q: Any, k: Any) -> None:
+    mask = build(tree)
+    rows, columns = range(q[0], q[1] + 1), range(k[0], k[1] + 1)
+    points = torch.tensor([bool(meaning(tree, b, h, x, y)) for x, y in itertools.product(rows, columns)])
+    answer = mask.tile_class(b, h, *q, *k)
+    assert answer in (truth(points), TILE_PARTIAL)
+    assert mask.tile_class(torch.tensor([b]), h, *q, *k).tolist() == [answer]
+    if len(points) == 1:
+        assert answer != TILE_PARTIAL, "a tile of one point is known exactly"
+
+
+BUILT_IN = {
+    "null": NullMask(),
+    "causal": CausalMask(),
+    "chunked": ChunkedMask(5),
+    "chunked causal": ChunkedCausalMask(5),
+    "window": SlidingWindowCausalMask(6),
+    "window of one": SlidingWindowCausalMask(1),
+    "window, non-causal": SlidingWindowNonCausalMask(6),
+    "padding": CausalPaddingMask(torch.tensor([0, 4, 100])),
+    "chunk start written with %": Mask.from_function(lambda b, h, q, k: (k <= q) & (k >= q - q % 5)),
+}
+
+
+@pytest.mark.parametrize("mask", BUILT_IN.values(), ids=BUILT_IN.keys())
+def test_built_in_masks_are_classified_exactly(mask: Mask) -> None:
+    lo, size = torch.arange(-13, 13), torch.tensor([0, 1, 3, 4, 7])
+    q_lo, k_lo = lo.view(-1, 1, 1, 1), lo.view(-1, 1, 1)
+    q_hi, k_hi = q_lo + size.view(-1, 1), k_lo + size
+    for b in range(3 if mask.program.captures else 1):
+        classes = mask.tile_class(b, 0, q_lo, q_hi, k_lo, k_hi)
+        assert classes.dtype == torch.int8
+        assert classes.shape == (26, 26, 5, 5)
+        grid = mask.visible(b, 0, torch.arange(-13, 21)[:, None], torch.arange(-13, 21))
+        for i, j, m, n in itertools.product(range(0, 26, 3), range(0, 26, 2), range(5), range(5)):
+            tile = grid[i : i + int(size[m]) + 1, j : j + int(size[n]) + 1]
+            assert classes[i, j, m, n] == truth(tile), (b, i - 13, j - 13, m, n)
+
+
+def test_a_long_window_with_sinks_skips_the_tiles_between() -> None:
+    mask = Mask.from_function(lambda b, h, q, k: (k <= q) & ((q - k < 4096) | (k < 64)))
+    keys = torch.arange(0, 65536, 64)
+    classes = mask.tile_class(0, 0, torch.tensor(65408), torch.tensor(65535), keys, keys + 63).tolist()
+    visible = [i for i, answer in enumerate(classes) if answer != TILE_HIDDEN]
+    assert visible == [0, *range((65408 - 4095) // 64, 1024)]
+    assert classes[0] == TILE_VISIBLE
+    assert classes[(65535 - 4095) // 64 + 1 : 65408 // 64] == [TILE_VISIBLE] * (1022 - 961)
+
+
+def test_a_bias_is_never_skipped_over() -> None:
+    mask = CausalMask() & MaterializedMask(torch.zeros(1, 8, 8))
+    assert mask.tile_class(0, 0, 4, 7, 0, 3) == TILE_PARTIAL
+    assert mask.tile_class(0, 0, 0, 3, 4, 7) == TILE_HIDDEN
