@@ -237,20 +237,21 @@ def prefill_plan(
     _check_buffer_token_size(buffer_token_size)
     if max_chunks is not None and max_chunks < 1:
         raise ArgumentError(f"max_chunks must be at least 1, got {max_chunks}")
-    batch_size, page_size = kv_collection.batch_size, kv_collection.page_size
+    cache = kv_collection.layer(layer_idx)
+    batch_size, page_size = cache.batch_size, cache.page_size
     host_lengths = None
     if seq_lens_cpu is not None:
-        host_lengths = _chunk_lengths(seq_lens_cpu, batch_size, page_size, buffer_token_size)
+        seq_lens = _as_list(seq_lens_cpu, batch_size)
+        host_lengths = _chunk_lengths(seq_lens, page_size, buffer_token_size)
         if max_chunks is not None:
             _require_chunks(len(host_lengths), max_chunks, buffer_token_size)
         else:
             max_chunks = max(1, len(host_lengths))
     elif max_chunks is None:
         max_chunks = DEFAULT_MAX_CHUNKS
-    device = kv_collection.layer(layer_idx).lengths.device
     sizes = (max_chunks * (batch_size + 1), max_chunks * batch_size, max_chunks + 1)
     make = torch.empty if batch_size else torch.zeros
-    row_offsets, offsets, tail = make(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    row_offsets, offsets, tail = make(sum(sizes), dtype=torch.int32, device=cache.lengths.device).split(sizes)
     plan = PrefillPlan(
         buffer_row_offsets=row_offsets.view(max_chunks, batch_size + 1),
         cache_offsets=offsets.view(max_chunks, batch_size),
@@ -273,6 +274,10 @@ def prefill_plan(
         target=target,
         stream=stream,
     )
+    if seq_lens_cpu is not None and cache.lengths.device.type == input_row_offsets.device.type == "cpu":
+        actual = cache.total_lengths(input_row_offsets).tolist()
+        if seq_lens != actual:
+            raise ArgumentError(f"seq_lens_cpu is {seq_lens}, but the cached and new tokens are {actual}")
     return plan
 
 
@@ -327,18 +332,20 @@ def _check_buffer_token_size(buffer_token_size: int) -> None:
         raise ArgumentError(f"buffer_token_size must be from 1 to {INT32_MAX}, got {buffer_token_size}")
 
 
-def _chunk_lengths(
-    seq_lens: torch.Tensor | Sequence[int], batch_size: int, page_size: int, buffer_token_size: int
-) -> tuple[int, ...]:
+def _as_list(seq_lens: torch.Tensor | Sequence[int], batch_size: int) -> list[int]:
     if isinstance(seq_lens, torch.Tensor):
-        if seq_lens.device.type != "cpu":
-            raise ArgumentError(f"seq_lens_cpu must be on the CPU, got a tensor on {seq_lens.device}")
         require_tensor(seq_lens, "seq_lens_cpu", 1)
+        require_device(seq_lens, "seq_lens_cpu", torch.device("cpu"))
         seq_lens = seq_lens.tolist()
-    if len(seq_lens) != batch_size:
-        raise ShapeError(f"seq_lens_cpu has {len(seq_lens)} entries, the cache's lengths have {batch_size}")
-    if batch_size and min(seq_lens) < 0:
-        raise ArgumentError(f"seq_lens_cpu must not be negative, got {min(seq_lens)}")
+    result = list(seq_lens)
+    if len(result) != batch_size:
+        raise ShapeError(f"seq_lens_cpu has {len(result)} entries, the cache's lengths have {batch_size}")
+    if result and min(result) < 0:
+        raise ArgumentError(f"seq_lens_cpu must not be negative, got {min(result)}")
+    return result
+
+
+def _chunk_lengths(seq_lens: list[int], page_size: int, buffer_token_size: int) -> tuple[int, ...]:
     total = sum(-(-length // page_size) * page_size for length in seq_lens)
     return tuple(min(buffer_token_size, total - start) for start in range(0, total, buffer_token_size))
 
