@@ -193,9 +193,7 @@ def _column(scale: torch.Tensor | float, rows: int, device: torch.device) -> tor
     return torch.as_tensor(scale, dtype=torch.float64, device=device).reshape(-1, 1).expand(rows, 1)
 
 
-def _value_scale(
-    scale: torch.Tensor | float, key: int, n_keys: int, heads: int, device: torch.device
-) -> torch.Tensor:
+def _value_scale(scale: torch.Tensor | float, key: int, n_keys: int, heads: int, device: torch.device) -> torch.Tensor:
     """Return a factor that broadcasts with [n_keys, H, dv]: a scalar, [H], or [L, 1]."""
     tensor = torch.as_tensor(scale, dtype=torch.float64, device=device)
     if tensor.ndim == 2:
@@ -211,18 +209,15 @@ def _queries(
     rows: slice,
 ) -> torch.Tensor:
     """Return the queries [n, H, q_depth] with their scale applied where it belongs."""
-    nope, factor = q[rows].double(), 1.0
-    if q_scale is not None:
-        factor = _column(q_scale, q.shape[0], q.device)[rows, None]
+    nope = q[rows].double()
+    factor = _column(1.0 if q_scale is None else q_scale, q.shape[0], q.device)[rows, None]
     if q_rope is None:
         return nope * factor
     rope = q_rope[rows].double()
     return torch.cat((nope * factor, rope * factor if rope_prescaled else rope), -1)
 
 
-def _bias(
-    mask: Mask, b: int, heads: int, rows: torch.Tensor, columns: torch.Tensor
-) -> torch.Tensor:
+def _bias(mask: Mask, b: int, heads: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return the sum of the mask's biases [H or 1, rows, columns]; -inf outside the extent of one of them."""
     total = torch.zeros(1, rows.shape[0], columns.shape[0], dtype=torch.float64, device=rows.device)
     for bias in mask.biases:

@@ -128,9 +128,7 @@ def attend(args: PrefillArgs, granularity: int) -> None:
                 _attend_tile(args, tiles, sequence, group, i * BLOCK_Q, classes)
 
 
-def _attend_tile(
-    args: PrefillArgs, tiles: Tiles, seq: Sequence, heads: slice, first: int, classes: list[int]
-) -> None:
+def _attend_tile(args: PrefillArgs, tiles: Tiles, seq: Sequence, heads: slice, first: int, classes: list[int]) -> None:
     """Attend from one tile of queries of a sequence, `first` on, and some heads to all its keys."""
     last = min(seq.new, first + BLOCK_Q)
     count, factor = last - first, args.softmax_scale / args.softcap if args.softcap else args.softmax_scale * LOG2E
@@ -206,9 +204,8 @@ def _mask_scores(mask: Mask, scores: torch.Tensor, seq: Sequence, heads: slice, 
 def _sequences(args: PrefillArgs, granularity: int) -> list[Sequence]:
     """Return the sequences that have queries, their positions worked out."""
     rows, keys = args.cu_seqlens_q.tolist(), args.cu_seqlens_k.tolist()
-    offsets, starts, kv_lengths = (
-        None if index is None else index.tolist() for index in (args.cache_offsets, args.start_positions, args.kv_lengths)
-    )
+    overrides = (args.cache_offsets, args.start_positions, args.kv_lengths)
+    offsets, starts, kv_lengths = (None if index is None else index.tolist() for index in overrides)
     cached = args.cache.lengths.tolist() if args.cache is not None else None
     sequences = []
     for b in range(len(rows) - 1):

@@ -1,0 +1,277 @@
+"""What stands between the public prefill functions and a kernel: checks, canonical form, choice.
+
+`Call` holds one call as the caller wrote it. All that follows from shapes, dtypes, strides, flags and the mask's
+program is worked out once into a `Form` and found again by the call's signature; values that change from step to step
+are looked at on the CPU only, where that is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla import dispatch
+from mla._check import as_index, check_offsets, is_capturing, require_no_grad
+from mla._launch import Stream, stream_scope
+from mla._prefill_check import describe
+from mla.errors import ArgumentError
+from mla.kv_cache import PagedKVCache
+from mla.masks import Mask
+from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
+from mla.target import Target
+
+Scale = torch.Tensor | float | None
+
+_forms = dispatch.Memo()
+_numbers: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the calls of one signature have in common."""
+
+    problem: Problem
+    run: Callable[[PrefillArgs], None]
+    indices_ready: bool  # every index tensor is contiguous int32 on the device of the call
+    indices_on_cpu: bool  # one of them can be read without a sync
+
+
+@dataclass(slots=True)
+class Call:
+    """One call as it was written; the fields are the arguments of `mla.prefill`."""
+
+    output: torch.Tensor
+    q: torch.Tensor
+    q_rope: torch.Tensor | None
+    k: torch.Tensor
+    v: torch.Tensor
+    k_rope: PagedKVCache | torch.Tensor
+    k_rope_scales: torch.Tensor | None
+    mask: Mask
+    valid_length: torch.Tensor
+    cache_row_offsets: torch.Tensor
+    scale: float
+    q_max_seq_len: int | None = None
+    cache_offsets: torch.Tensor | None = None
+    start_positions: torch.Tensor | None = None
+    kv_lengths: torch.Tensor | None = None
+    q_scale: Scale = None
+    k_scales: Scale = None
+    v_scale: Scale = None
+    rope_prescaled: bool = True
+    lse: torch.Tensor | None = None
+    lse_layout: str = "TH"
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    workspace: torch.Tensor | None = None
+    check_indices: bool = False
+    batch_invariant: bool = True
+    target: str | Target = "gpu"
+
+    @property
+    def indices(self) -> dict[str, torch.Tensor | None]:
+        """The index tensors that were given, by name."""
+        return {
+            "valid_length": self.valid_length,
+            "cache_row_offsets": self.cache_row_offsets,
+            "cache_offsets": self.cache_offsets,
+            "start_positions": self.start_positions,
+            "kv_lengths": self.kv_lengths,
+        }
+
+
+def launch(call: Call, stream: Stream | None) -> None:
+    """Check the call, choose its kernel and launch it.
+
+    Raises
+    ------
+    MlaError
+        As the public functions document; nothing has been launched then.
+    """
+    form = find_form(call)
+    if torch.is_grad_enabled():
+        require_no_grad(q=call.q, q_rope=call.q_rope, k=call.k, v=call.v, k_rope=_rope_tensor(call), sinks=call.sinks)
+    if not math.isfinite(call.scale) or not 0 <= call.softcap < math.inf:
+        name, value = ("softcap", call.softcap) if math.isfinite(call.scale) else ("scale", call.scale)
+        raise ArgumentError(f"{name} must be a finite number{' >= 0' * (name == 'softcap')}, got {value}")
+    with stream_scope(call.q.device, stream):
+        form.run(canonical(call, form))
+
+
+def find_form(call: Call) -> Form:
+    """Return the form of a call, remembered or made; raises whatever is wrong with it."""
+    try:
+        key = _signature(call)
+        form: Form | None = _forms.get(key)
+    except (AttributeError, TypeError):  # an argument of the wrong type: describe() names it
+        describe(call)
+        raise
+    if form is None:
+        problem = describe(call)
+        device = call.q.device
+        if call.workspace is not None and call.workspace.numel() < (need := workspace_bytes(call)):
+            raise ArgumentError(f"workspace: this call needs {need} bytes, got {call.workspace.numel()}")
+        given = [index for index in call.indices.values() if index is not None]
+        form = Form(
+            problem,
+            dispatch.resolve(problem, call.target, device),
+            all(i.dtype == torch.int32 and i.device == device and i.is_contiguous() for i in given),
+            any(i.device.type == "cpu" for i in given),
+        )
+        _forms.remember(key, form)
+    return form
+
+
+def workspace_bytes(call: Call) -> int:
+    """Return the bytes of workspace that the chosen implementation needs for a call."""
+    problem = describe(call)
+    entry = dispatch.chosen(problem, call.target, call.q.device).load()
+    batch = call.valid_length.shape[0] - 1
+    return int(entry.workspace_bytes(problem, T=call.q.shape[0], L=call.k.shape[0], B=batch, H=call.q.shape[1]))
+
+
+def canonical(call: Call, form: Form) -> PrefillArgs:
+    """Return the arguments as backends take them; see `mla.problem.PrefillArgs`."""
+    device, problem = call.q.device, form.problem
+    cu_q, cu_k = call.valid_length, call.cache_row_offsets
+    offsets, starts, lengths = call.cache_offsets, call.start_positions, call.kv_lengths
+    if form.indices_on_cpu or call.check_indices:
+        _check_values(call, device)
+    if not form.indices_ready:
+        batch = cu_q.shape[0] - 1
+        cu_q = as_index(cu_q, "valid_length", batch + 1, device)
+        cu_k = as_index(cu_k, "cache_row_offsets", batch + 1, device)
+        offsets, starts, lengths = (
+            None if index is None else as_index(index, name, batch, device)
+            for name, index in (("cache_offsets", offsets), ("start_positions", starts), ("kv_lengths", lengths))
+        )
+    cache, rope, rope_scales, rope_column = None, None, None, 0
+    if isinstance(call.k_rope, PagedKVCache):
+        cache = call.k_rope
+    else:
+        rope_column = call.k_rope.shape[-1] - QK_ROPE_HEAD_DIM
+        rope = call.k_rope.squeeze(-2)
+        if rope_column:
+            rope = rope[..., rope_column:]
+        if call.k_rope_scales is not None:
+            rope_scales = call.k_rope_scales.squeeze(-2)
+    total = call.q.shape[0]
+    longest = call.q_max_seq_len
+    if longest is None:
+        longest = total if cache is None else cache.max_seq_length
+    lse = call.lse
+    return PrefillArgs(
+        call.output,
+        call.q,
+        call.q_rope,
+        call.k,
+        call.v,
+        problem.rope,  # type: ignore[arg-type]
+        cache,
+        rope,
+        rope_scales,
+        rope_column,
+        cu_q,
+        cu_k,
+        offsets,
+        starts,
+        lengths,
+        float(call.scale),
+        call.mask,
+        min(total, longest),
+        None if call.q_scale is None else _column(call.q_scale, total, device),
+        None if call.k_scales is None else _column(call.k_scales, call.k.shape[0], device),
+        None if call.v_scale is None else _value_scale(call.v_scale, call.k.shape[0], device),
+        call.rope_prescaled and call.q_rope is not None,
+        lse if lse is None or call.lse_layout == "TH" else lse.T,
+        None if call.sinks is None else call.sinks.contiguous(),
+        float(call.softcap),
+        call.workspace,
+        call.batch_invariant,
+    )
+
+
+def _signature(call: Call) -> Hashable:
+    rope, mask = call.k_rope, call.mask
+    own = mask.captures + mask.biases
+    return (
+        _looks(call.output),
+        _looks(call.q),
+        _looks(call.q_rope),
+        _looks(call.k),
+        _looks(call.v),
+        rope.signature if isinstance(rope, PagedKVCache) else _looks(rope),
+        _looks(call.k_rope_scales),
+        _looks(call.valid_length),
+        _looks(call.cache_row_offsets),
+        _looks(call.cache_offsets),
+        _looks(call.start_positions),
+        _looks(call.kv_lengths),
+        mask.program,
+        tuple(map(_looks, own)) if own else None,
+        _looks(call.q_scale),
+        _looks(call.k_scales),
+        _looks(call.v_scale),
+        _looks(call.lse),
+        _looks(call.sinks),
+        _looks(call.workspace),
+        call.rope_prescaled,
+        call.lse_layout,
+        call.softcap != 0,
+        type(call.scale),
+        call.q_max_seq_len is None or call.q_max_seq_len > 0,
+        call.batch_invariant,
+        call.target,
+    )
+
+
+def _looks(value: torch.Tensor | float | None) -> Any:
+    """Return what a kernel can depend on of an argument, its data aside."""
+    if value is None or isinstance(value, (float, int)):
+        return type(value)
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
+
+
+def _rope_tensor(call: Call) -> torch.Tensor:
+    return call.k_rope.rope if isinstance(call.k_rope, PagedKVCache) else call.k_rope
+
+
+def _check_values(call: Call, device: torch.device) -> None:
+    """Look at the values of index tensors: of those on the CPU, of all when `check_indices` was asked for."""
+    queries, keys = call.valid_length, call.cache_row_offsets
+    if call.check_indices:
+        if is_capturing(device):
+            raise ArgumentError("check_indices=True synchronises, which is not possible while a graph is captured")
+        queries, keys = queries.cpu(), keys.cpu()
+    check_offsets(queries, "valid_length", call.q.shape[0], "q")
+    check_offsets(keys, "cache_row_offsets", call.k.shape[0], "k")
+    if isinstance(call.k_rope, PagedKVCache) and (call.check_indices or device.type == "cpu"):
+        call.k_rope.check_indices(as_index(queries, "valid_length", None, queries.device))
+
+
+def _column(scale: torch.Tensor | float, rows: int, device: torch.device) -> torch.Tensor:
+    """Return a scale as f32 [rows, 1], by strides where one number serves all rows."""
+    if not isinstance(scale, torch.Tensor):
+        scale = _number(float(scale), device)
+    return scale if scale.ndim == 2 and scale.shape[0] == rows else scale.reshape(-1, 1).expand(rows, 1)
+
+
+def _value_scale(scale: torch.Tensor | float, rows: int, device: torch.device) -> torch.Tensor:
+    """Return a scale of values as f32 [1], [H] or [rows, 1]."""
+    if not isinstance(scale, torch.Tensor):
+        return _number(float(scale), device)
+    return scale if scale.ndim == 2 and scale.shape[0] == rows else scale.reshape(-1)
+
+
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    """Return a Python number as f32 [1]; kept, unless it would live in the memory of a graph being captured."""
+    tensor = _numbers.get((value, device))
+    if tensor is None:
+        tensor = torch.full((1,), value, dtype=torch.float32, device=device)
+        if not is_capturing(device) and len(_numbers) < 64:
+            _numbers[value, device] = tensor
+    return tensor
