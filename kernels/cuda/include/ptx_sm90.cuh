@@ -30,6 +30,15 @@ MLA_DEVICE bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
                : "memory");
   return done != 0;
 }
+// Returns once the phase of the given parity has completed. The loop is in PTX so that ptxas sees no branch of the source
+// between products in flight.
+MLA_DEVICE void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n .reg .pred p;\nWAIT_%=:\n mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra DONE_%=;\n"
+      " bra WAIT_%=;\nDONE_%=:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
 // This thread's cp.async copies so far arrive on the barrier when they land, without counting as one more arrival.
 MLA_DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -48,3 +57,28 @@ template <int REGISTERS> MLA_DEVICE void setmaxnreg_dec() { asm volatile("setmax
 MLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> MLA_DEVICE void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// ---- TMA ------------------------------------------------------------------------------------------------------------------------
+
+// L2 cache policies as createpolicy would make them for the whole access.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
+// Loads the map's box at element coordinates (c0, c1, c2), fastest first; its bytes complete on the barrier.
+MLA_DEVICE void cp_async_bulk_tensor_3d(
+    uint32_t shared, const TensorMap& map, int c0, int c1, int c2, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
+}
+
+// ---- named barriers, dependent grids --------------------------------------------------------------------------------------------
+
+MLA_DEVICE void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+// The next grid of the stream may start once every block has said so or ended.
+MLA_DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Waits until the grids this one was launched behind have ended and their writes are visible.
+MLA_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,0 +1,47 @@
+#include "prefill_layout.cuh"
+#include "prefill_producer.cuh"
+#include "prefill_consumer.cuh"
+
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) prefill(const __grid_constant__ PrefillParams params) {
+  extern __shared__ uint8_t dynamic[];
+  const Shared shared(dynamic);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == kConsumerThreads) {
+    prefetch_tensormap(params.q);
+    prefetch_tensormap(params.k);
+    prefetch_tensormap(params.v);
+    prefetch_tensormap(params.rope);
+  }
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 4;  // arrivals of a warpgroup
+    for (int group = 0; group < kRowGroups; group++) {
+      mbarrier_init(shared.q_full(group), 1);
+      mbarrier_init(shared.q_empty(group), kWarps * kSharing);
+    }
+    for (int stage = 0; stage < kStagesK; stage++) {
+      mbarrier_init(shared.k_full(stage), 1 + kRopeGather);
+      mbarrier_init(shared.k_empty(stage), kWarps * kRowGroups);
+      mbarrier_init(shared.job_full(stage), 1);
+    }
+    for (int stage = 0; stage < kStagesV; stage++) {
+      mbarrier_init(shared.v_full(stage), 1);
+      mbarrier_init(shared.v_empty(stage), kWarps * kRowGroups);
+    }
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
+  }
+  __syncthreads();
+  if (params.wait_first) griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+
+  if (warpgroup == kWarpgroups) {
+    setmaxnreg_dec<MLA_PRODUCER_REGISTERS>();
+    const int warp = (threadIdx.x - kConsumerThreads) / 32;
+    if (warp == 0) produce(params, shared);
+    else if (kRopeGather) gather_rope(params, shared, warp - 1);
+  } else {
+    setmaxnreg_inc<MLA_CONSUMER_REGISTERS>();
+    consume(params, shared, warpgroup);
+  }
+  if (!params.wait_first) griddepcontrol_wait();  // this grid ends after the one it overlaps, as the stream's order promises
+}

@@ -1,0 +1,181 @@
+// What every role of the sm_90a prefill kernel shares: tile sizes, parameters, work items and the plan of shared memory.
+//
+// The host defines: MLA_ELEMENT (bf16 | fp16), MLA_OUTPUT (the same or float), MLA_NOPE_DIM, MLA_V_DIM, MLA_ROPE_KIND, MLA_PAGE_SIZE,
+// MLA_ROPE_BOX, MLA_ROPE_GATHER, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES and the tile: MLA_WARPGROUPS, MLA_SHARING, MLA_BLOCK_N,
+// MLA_STAGES_K, MLA_STAGES_V, MLA_CONSUMER_REGISTERS, MLA_PRODUCER_REGISTERS. "mask.cuh" is generated from the mask's program.
+#pragma once
+#include "sequence.cuh"
+#include "paged.cuh"
+#include "wgmma_sm90.cuh"
+#include "mask.cuh"
+#include "prefill_schedule.cuh"
+
+using Element = MLA_ELEMENT;
+using Output = MLA_OUTPUT;
+
+// ---- tiles ------------------------------------------------------------------------------------------------------------------------
+
+constexpr int kRopeDim = 64;
+constexpr int kWarpgroups = MLA_WARPGROUPS;          // consumers, 64 query rows each
+constexpr int kSharing = MLA_SHARING;                // consumers that share 64 rows and take every kSharing-th key tile
+constexpr int kRowGroups = kWarpgroups / kSharing;   // blocks of 64 query rows of an item
+constexpr int kRowsPerGroup = 64;
+constexpr int kBlockN = MLA_BLOCK_N;                 // keys of a tile
+constexpr int kStagesK = MLA_STAGES_K, kStagesV = MLA_STAGES_V;
+constexpr bool kHalfTiles = kSharing == 1;           // a tile whose second half is hidden costs half
+constexpr int kConsumerThreads = 128 * kWarpgroups;
+
+static_assert(kRowGroups * kRowsPerGroup == (MLA_SHARING > 1 ? kNarrowBlockM : kWideBlockM), "the schedule counts other tiles");
+static_assert(kSharing <= 2 && kStagesK % kSharing == 0 && kStagesV % kSharing == 0, "a warpgroup's stages recur");
+static_assert(MLA_WARPGROUPS * MLA_CONSUMER_REGISTERS + MLA_PRODUCER_REGISTERS <=
+                  65536 / MLA_THREADS / 8 * 8 * (MLA_WARPGROUPS + 1), "setmaxnreg would wait for ever");
+
+// Rope rows come in TMA boxes of kRopeBox rows (0: never), or are gathered row by row where pages or a chunk's start do not allow it.
+constexpr int kRopeBox = MLA_ROPE_BOX;
+constexpr bool kRopeGather = MLA_ROPE_GATHER;
+static_assert(kRopeBox % 8 == 0 && (kRopeBox == 0 || kBlockN % kRopeBox == 0), "boxes fill whole swizzle atoms");
+static_assert(kRopeBox > 0 || kRopeGather, "rope has to come from somewhere");
+
+// Scores become base-2 logits before the maxima where a plain factor in the exponent would not do.
+constexpr bool kScaleScores = MLA_SCALE_SCORES;
+static_assert(!(MLA_SOFTCAP || MLA_MASK_BIASES) || MLA_SCALE_SCORES, "softcap and bias act on scaled scores");
+
+// ---- parameters -------------------------------------------------------------------------------------------------------------------
+
+struct PrefillParams {
+  TensorMap q, k, v, rope;
+  SequenceArgs sequences;
+  PageTable page_table;
+  PagedRows rope_rows;
+  MaskArgs mask;
+  void* output;
+  float* lse;
+  const float* sinks;
+  const ScheduleEntry* table;  // null: every block makes its own
+  int* counters;               // [2] zero before and after the launch: items claimed, blocks ended
+  int64_t output_stride_t, output_stride_h;
+  int64_t lse_stride_t, lse_stride_h;
+  float logit_scale;           // softmax_scale * log2(e)
+  float softcap_scale;         // 2 * logit_scale / softcap
+  float softcap_logit;         // softcap * log2(e)
+  int batch;
+  int heads;
+  int claim_first;             // blocks start at different times: the first item is claimed too
+  int wait_first;              // the table is written by the grid ahead in the stream
+};
+
+// ---- work items -------------------------------------------------------------------------------------------------------------------
+
+// Query rows of one head of one sequence, as the producer hands them to a row group.
+struct alignas(16) Item {
+  int q_row;     // first row of q; negative: no more items
+  int rows;      // query rows of the item
+  int head;
+  int sequence;
+  int q_position;        // of the first row
+  int k_position;        // of key 0
+  int n_keys;
+  int start;             // position of the sequence's first query
+  uint32_t first_class;  // TileClass of the first tile of each warpgroup, 4 bits each
+};
+
+// What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.
+enum TileClass : uint32_t { kHidden = kTileHidden, kPartial = kTilePartial, kVisible = kTileVisible, kHalf = 3, kEnd = 4 };
+constexpr int kClassBits = 4;
+constexpr uint32_t kClassMask = (1 << kClassBits) - 1;
+constexpr uint32_t kEndOfAll = 0x444;
+
+// A K stage is tagged with its tile and the class of the tile after it, for each row group.
+constexpr int kTileBits = 20;
+static_assert(kTileBits + kClassBits * kRowGroups <= 32, "a tag is one word");
+
+// How the rope rows of a K stage come.
+enum RopeSource : int { kRopeByTma = 0, kRopeByCopy = 1, kRopeNoMore = 2 };
+struct alignas(16) RopeJob {
+  int sequence;
+  int token;  // position of the first row
+  int rows;
+  int source;
+};
+
+// ---- shared memory ----------------------------------------------------------------------------------------------------------------
+
+constexpr int kSwizzleBytes = 128;                                  // one row of a sub-tile: 64 elements
+constexpr int kQkBlocks = (MLA_NOPE_DIM + kRopeDim) / 64;           // 64-column sub-tiles of q and k; the last one is rope
+constexpr int kVBlocks = MLA_V_DIM / 64;
+constexpr int kQBlockBytes = kRowsPerGroup * kSwizzleBytes;
+constexpr int kKeyBlockBytes = kBlockN * kSwizzleBytes;
+constexpr int kQBytes = kQkBlocks * kQBlockBytes;                   // of one row group
+constexpr int kKBytes = kQkBlocks * kKeyBlockBytes;
+constexpr int kVBytes = kVBlocks * kKeyBlockBytes;
+constexpr int kRopeBytes = kKeyBlockBytes;
+constexpr int kMergeBytes = kSharing > 1 ? kWarpgroups * 128 * (MLA_V_DIM / 4 + 4) * 4 : 0;   // half of O, m and l of each thread
+
+constexpr int kOffsetQ = 0;
+constexpr int kOffsetK = kOffsetQ + kRowGroups * kQBytes;
+constexpr int kOffsetV = kOffsetK + kStagesK * kKBytes;
+constexpr int kOffsetMerge = kOffsetV + kStagesV * kVBytes;
+constexpr int kOffsetItems = kOffsetMerge + kMergeBytes;                        // two buffers a row group
+constexpr int kOffsetTable = kOffsetItems + 2 * kRowGroups * int(sizeof(Item));
+constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
+constexpr int kOffsetTags = kOffsetJobs + kStagesK * int(sizeof(RopeJob));
+constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;
+constexpr int kBarriers = 2 * kRowGroups + 3 * kStagesK + 2 * kStagesV;
+constexpr int kAlignment = 1024;                                                // of swizzle atoms
+static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetBarriers + 8 * kBarriers, "the host counts other bytes");
+
+// Addresses of the plan above.
+struct Shared {
+  uint32_t base;
+  uint8_t* bytes;
+
+  MLA_DEVICE explicit Shared(uint8_t* dynamic) {
+    const uint32_t at = cvta_shared(dynamic);
+    base = (at + kAlignment - 1) & ~uint32_t(kAlignment - 1);
+    bytes = dynamic + (base - at);
+  }
+  MLA_DEVICE uint32_t q(int group) const { return base + kOffsetQ + group * kQBytes; }
+  MLA_DEVICE uint32_t k(int stage) const { return base + kOffsetK + stage * kKBytes; }
+  MLA_DEVICE uint32_t v(int stage) const { return base + kOffsetV + stage * kVBytes; }
+  MLA_DEVICE uint8_t* v_bytes(int stage) const { return bytes + kOffsetV + stage * kVBytes; }
+  MLA_DEVICE float4* merge(int warpgroup) const {
+    return reinterpret_cast<float4*>(bytes + kOffsetMerge) + warpgroup * (kMergeBytes / kWarpgroups / 16);
+  }
+  MLA_DEVICE Item* item(int group, int buffer) const {
+    return reinterpret_cast<Item*>(bytes + kOffsetItems) + 2 * group + buffer;
+  }
+  MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
+  MLA_DEVICE RopeJob* job(int stage) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + stage; }
+  MLA_DEVICE volatile uint32_t* tag(int stage) const {
+    return reinterpret_cast<volatile uint32_t*>(bytes + kOffsetTags) + 2 * stage;
+  }
+  // mbarriers                                                                  signalled by -> waited for by
+  MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }     // producer, TMA -> consumers of the row group
+  MLA_DEVICE uint32_t q_empty(int group) const { return barrier(kRowGroups + group); }   // those consumers' warps -> producer
+  MLA_DEVICE uint32_t k_full(int stage) const { return barrier(2 * kRowGroups + stage); }  // producer, TMA, rope warp -> consumers
+  MLA_DEVICE uint32_t k_empty(int stage) const { return barrier(2 * kRowGroups + kStagesK + stage); }  // consumers' warps -> producer
+  MLA_DEVICE uint32_t job_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }  // producer -> rope warp
+  MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + stage); }  // producer, TMA -> consumers
+  MLA_DEVICE uint32_t v_empty(int stage) const {  // consumers' warps -> producer
+    return barrier(2 * kRowGroups + 3 * kStagesK + kStagesV + stage);
+  }
+
+ private:
+  MLA_DEVICE uint32_t barrier(int index) const { return base + kOffsetBarriers + 8 * index; }
+};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier { kBarrierMerge = 1, kBarrierWarpgroup = 2 };  // kBarrierWarpgroup + i: the threads of consumer i
+
+// A position in a ring of stages. A producer starts with phase 1: the first wait for an empty slot passes.
+template <int STAGES> struct Ring {
+  int stage;
+  uint32_t phase;
+  MLA_DEVICE void advance(int steps) {
+    stage += steps;
+    if (stage >= STAGES) {
+      stage -= STAGES;
+      phase ^= 1;
+    }
+  }
+};

@@ -1,0 +1,291 @@
+// The producer warp: claims items, classes their key tiles, loads Q, K, V and the roped keys.
+// The rope warps (three more of its warpgroup): gather rope rows that TMA boxes cannot fetch.
+#pragma once
+#include "prefill_layout.cuh"
+
+// Visible key tiles of an item from the last to the first, 32 classed at a time, a lane each.
+struct TileWalk {
+  int chunk;         // of 32 tiles; the one in `pending`
+  uint32_t pending;  // its visible tiles not yet taken
+  uint32_t code;     // classes of this lane's tile, kClassBits a row group
+};
+struct ClassedTile {
+  int index;  // negative: no more
+  uint32_t code;
+};
+
+// Class of keys [first, end) of an item for one row group.
+MLA_DEVICE uint32_t class_of_keys(const PrefillParams& p, const Item& item, int q_low, int q_high, int first, int end) {
+  return mask_tile_class(p.mask, item.sequence, item.head, q_low, q_high, item.k_position + first, item.k_position + end - 1);
+}
+
+MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item& item, int tile) {
+  const int first = tile * kBlockN, middle = first + kBlockN / 2, past = first + kBlockN;
+  const int end = past < item.n_keys ? past : item.n_keys;
+  uint32_t code = 0;
+#pragma unroll 1
+  for (int group = 0; group < kRowGroups; group++) {
+    const int rows = item.rows - group * kRowsPerGroup;
+    if (rows <= 0 || first >= end) break;
+    const int q_low = item.q_position + group * kRowsPerGroup;
+    const int q_high = q_low + (rows < kRowsPerGroup ? rows : kRowsPerGroup) - 1;
+    uint32_t type = class_of_keys(p, item, q_low, q_high, first, end);
+    if (type == kVisible && end < past) type = kPartial;
+    if (kHalfTiles && type == kPartial &&
+        (middle >= end || class_of_keys(p, item, q_low, q_high, middle, end) == kHidden))
+      type = kHalf;
+    code |= type << (kClassBits * group);
+  }
+  return code;
+}
+
+MLA_DEVICE void class_chunk(const PrefillParams& p, const Item& item, TileWalk& walk) {
+  walk.code = class_tile(p, item, walk.chunk * 32 + (threadIdx.x & 31));
+  walk.pending = __ballot_sync(~0u, walk.code != 0);
+}
+MLA_DEVICE ClassedTile next_tile(const PrefillParams& p, const Item& item, TileWalk& walk) {
+  while (walk.pending == 0) {
+    if (walk.chunk == 0) return {-1, kEndOfAll};
+    walk.chunk--;
+    class_chunk(p, item, walk);
+  }
+  const int top = 31 - __clz(walk.pending);
+  walk.pending &= ~(1u << top);
+  return {walk.chunk * 32 + top, __shfl_sync(~0u, walk.code, top)};
+}
+
+struct Producer {
+  const PrefillParams& p;
+  const Shared& shared;
+  const int lane;
+  Ring<kStagesK> k{0, 1};
+  Ring<kStagesV> v{0, 1};
+  uint32_t q_phase = 1;
+  int buffer = 0;        // of the item slots
+  uint32_t k_turn = 0;   // warpgroup whose turn the next K stage is, where they share rows
+
+  // Of the item at hand.
+  Item item;
+  int k_row;         // row of k and v of key 0
+  const int* pages;  // paged rope
+  bool rope_boxes;   // rope rows come by TMA
+
+  MLA_DEVICE bool lead() const { return lane == 0; }
+
+  MLA_DEVICE void take(const ScheduleEntry& entry, int index) {
+    const int tiles = ceil_div(entry.new_, kRowGroups * kRowsPerGroup);
+    const TilePosition at = tile_position(index - entry.first_item, tiles, entry.n_keys, p.heads);
+    const int row = at.tile * kRowGroups * kRowsPerGroup, left = entry.new_ - row;
+    item.q_row = entry.q_begin + row;
+    item.rows = left < kRowGroups * kRowsPerGroup ? left : kRowGroups * kRowsPerGroup;
+    item.head = at.head;
+    item.sequence = entry.sequence;
+    item.q_position = entry.start + row;
+    item.k_position = entry.offset;
+    item.n_keys = entry.n_keys;
+    item.start = entry.start;
+    k_row = entry.k_begin;
+    if constexpr (MLA_ROPE_KIND == kRopePaged) pages = page_row(p.page_table, entry.sequence);
+    rope_boxes = !kRopeGather || (kRopeBox > 0 && entry.offset % (kRopeBox > 0 ? kRopeBox : 1) == 0);
+  }
+
+  // Hands the item to every row group, with its rows of Q.
+  MLA_DEVICE void load_q() {
+#pragma unroll 1
+    for (int group = 0; group < kRowGroups; group++) {
+      mbarrier_wait_parity(shared.q_empty(group), q_phase);
+      if (lead()) {
+        *shared.item(group, buffer) = item;
+        mbarrier_arrive_expect_tx(shared.q_full(group), kQBytes);
+#pragma unroll
+        for (int block = 0; block < kQkBlocks; block++)
+          cp_async_bulk_tensor_3d(shared.q(group) + block * kQBlockBytes, p.q, block * 64, item.head,
+                                  item.q_row + group * kRowsPerGroup, shared.q_full(group), kEvictFirst);
+      }
+    }
+    q_phase ^= 1;
+    buffer ^= 1;
+  }
+
+  // Tells every row group that there are no more items.
+  MLA_DEVICE void finish() {
+#pragma unroll 1
+    for (int group = 0; group < kRowGroups; group++) {
+      mbarrier_wait_parity(shared.q_empty(group), q_phase);
+      if (lead()) {
+        shared.item(group, buffer)->q_row = -1;
+        mbarrier_arrive(shared.q_full(group));
+      }
+    }
+    if constexpr (kRopeGather) {
+#pragma unroll 1
+      for (int warp = 0; warp < 3; warp++) {
+        mbarrier_wait_parity(shared.k_empty(k.stage), k.phase);
+        if (lead()) post_job({0, 0, 0, kRopeNoMore});
+        k.advance(1);
+      }
+    }
+  }
+
+  MLA_DEVICE void post_job(const RopeJob& job) {
+    *shared.job(k.stage) = job;
+    mbarrier_arrive(shared.job_full(k.stage));
+  }
+
+  MLA_DEVICE void load_k(int tile, uint32_t next_code) {
+    const int first = tile * kBlockN;
+    // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
+    int page = 0, last_box = 0;
+    if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeBox > 0) {
+      last_box = (item.n_keys - 1) / kRopeBox * kRopeBox;
+      const int key = first + lane * kRopeBox;
+      if (rope_boxes && lane < kBlockN / kRopeBox) page = pages[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
+    }
+    mbarrier_wait_parity(shared.k_empty(k.stage), k.phase);
+    const uint32_t full = shared.k_full(k.stage), to = shared.k(k.stage), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
+    if (lead()) {
+      *shared.tag(k.stage) = uint32_t(tile) | next_code << kTileBits;
+      mbarrier_arrive_expect_tx(full, rope_boxes ? kKBytes : kKBytes - kRopeBytes);
+#pragma unroll
+      for (int block = 0; block < kQkBlocks - 1; block++)
+        cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, k_row + first, full, kEvictLast);
+      if constexpr (kRopeGather) {
+        const int left = item.n_keys - first;
+        post_job({item.sequence, item.k_position + first, left < kBlockN ? left : kBlockN, rope_boxes ? kRopeByTma : kRopeByCopy});
+      }
+    }
+    if constexpr (MLA_ROPE_KIND == kRopePaged) {
+      if constexpr (kRopeBox > 0) {
+        if (rope_boxes) {
+#pragma unroll
+          for (int box = 0; box < kBlockN / kRopeBox; box++) {
+            const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kRopeBox;
+            const int slot = (item.k_position + (key < last_box ? key : last_box)) % kPageSize;
+            if (lead())
+              cp_async_bulk_tensor_3d(to_rope + box * kRopeBox * kSwizzleBytes, p.rope, 0, slot, page_of_box, full, kEvictLast);
+          }
+        }
+      }
+    } else if (lead()) {
+      const bool batched = MLA_ROPE_KIND == kRopeBatched;
+      cp_async_bulk_tensor_3d(to_rope, p.rope, 0, (batched ? item.k_position : k_row) + first, batched ? item.sequence : 0, full,
+                              kEvictLast);
+    }
+    k.advance(1);
+  }
+
+  MLA_DEVICE void load_v(int tile) {
+    mbarrier_wait_parity(shared.v_empty(v.stage), v.phase);
+    if (lead()) {
+      const uint32_t full = shared.v_full(v.stage);
+      mbarrier_arrive_expect_tx(full, kVBytes);
+#pragma unroll
+      for (int block = 0; block < kVBlocks; block++)
+        cp_async_bulk_tensor_3d(shared.v(v.stage) + block * kKeyBlockBytes, p.v, block * 64, item.head, k_row + tile * kBlockN, full,
+                                kEvictLast);
+    }
+    v.advance(1);
+  }
+
+  // All loads of the item: K runs one tile ahead of V. `cold`: nothing is in flight yet, so Q, waited for first, goes first; later the
+  // first K goes ahead, because it need not wait for the previous item's last product.
+  MLA_DEVICE void load(bool cold) {
+    TileWalk walk{ceil_div(item.n_keys, 32 * kBlockN), 0, 0};
+    ClassedTile ahead[kSharing + 1];
+#pragma unroll
+    for (int i = 0; i <= kSharing; i++) ahead[i] = next_tile(p, item, walk);
+    item.first_class = ahead[0].code;
+    if constexpr (kSharing == 2) {
+      const uint32_t first = ahead[0].code & kClassMask, second = ahead[1].code & kClassMask;
+      item.first_class = k_turn == 0 ? first | second << kClassBits : second | first << kClassBits;
+    }
+    bool q_due = true;
+    if (cold || ahead[0].index < 0) {
+      load_q();
+      q_due = false;
+    }
+    int before = -1;
+#pragma unroll 1
+    while (ahead[0].index >= 0) {
+      load_k(ahead[0].index, ahead[kSharing].code);
+      if (q_due) load_q();
+      q_due = false;
+      if (before >= 0) load_v(before);
+      before = ahead[0].index;
+      k_turn ^= kSharing - 1;
+#pragma unroll
+      for (int i = 0; i < kSharing; i++) ahead[i] = ahead[i + 1];
+      ahead[kSharing] = next_tile(p, item, walk);
+    }
+    if (before >= 0) load_v(before);
+  }
+};
+
+// Number of the next item that no block has taken.
+MLA_DEVICE int claim(const PrefillParams& p) {
+  int item = 0;
+  if ((threadIdx.x & 31) == 0) item = atomicAdd(&p.counters[0], 1) + (p.claim_first ? 0 : int(gridDim.x));
+  return __shfl_sync(~0u, item, 0);
+}
+
+MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
+  const ScheduleEntry* table = p.table;
+  int count = p.batch, items;
+  if (table == nullptr) {
+    build_table(kSharing > 1 ? kNarrow : kWide, p.sequences, p.batch, p.heads, shared.table());
+    table = shared.table();
+    count = kTableSequences;
+  }
+  items = table[count].first_item;
+  Producer producer{p, shared, int(threadIdx.x & 31)};
+  bool cold = true;
+#pragma unroll 1
+  for (int item = p.claim_first ? claim(p) : int(blockIdx.x); item < items; item = claim(p)) {
+    producer.take(table[find_entry(table, count, item)], item);
+    producer.load(cold);
+    cold = false;
+  }
+  producer.finish();
+  // The last block leaves the counters as it found them.
+  if (producer.lead()) {
+    __threadfence();
+    if (atomicAdd(&p.counters[1], 1) == int(gridDim.x) - 1) {
+      p.counters[0] = 0;
+      p.counters[1] = 0;
+    }
+  }
+}
+
+// Rope rows of every third K stage, copied 16 bytes a lane into the swizzle that TMA would have made.
+MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int warp) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int job_index = warp;; job_index += 3) {
+    const int stage = job_index % kStagesK;
+    mbarrier_wait_parity(shared.job_full(stage), job_index / kStagesK & 1);
+    const RopeJob job = *shared.job(stage);
+    if (job.source == kRopeNoMore) return;
+    if (job.source == kRopeByCopy) {
+      const int* pages = page_row(p.page_table, job.sequence);
+      const uint32_t to = shared.k(stage) + (kQkBlocks - 1) * kKeyBlockBytes;
+#pragma unroll 1
+      for (int first = 0; first < job.rows; first += 32) {
+        const int row = first + lane < job.rows ? first + lane : job.rows - 1;
+        const uint64_t address = reinterpret_cast<uint64_t>(token_row(p.rope_rows, pages, job.token + row));
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const int copied = 4 * i + lane / 8, chunk = lane % 8;
+          const uint64_t from = __shfl_sync(~0u, address, copied);
+          const int at = first + copied;
+          if (at < job.rows)
+            cp_async_cg_16(to + at * kSwizzleBytes + ((chunk ^ (at & 7)) << 4), reinterpret_cast<const uint8_t*>(from) + 16 * chunk, 16);
+        }
+      }
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
+      fence_proxy_async_shared();
+      __syncwarp();
+    }
+    if (lane == 0) mbarrier_arrive(shared.k_full(stage));
+  }
+}

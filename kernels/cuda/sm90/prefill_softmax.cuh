@@ -1,0 +1,96 @@
+// Online softmax of one warpgroup: a thread holds two rows (r = 0, 1; eight apart) of a score tile, columns 8j + 2t + e.
+#pragma once
+#include "prefill_layout.cuh"
+
+// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost. Decided for each
+// row by itself, so that its bits do not depend on its neighbours.
+constexpr float kGrowth = 8.0f;
+
+// Sums of one thread's two rows; m is the reference of the exponent, l this thread's share of the denominator.
+struct RowSums {
+  float m[2], l[2];
+};
+
+// Scores become base-2 logits, softcapped and biased; hidden keys stay to be masked.
+template <int W>
+MLA_DEVICE void scale_scores(float (&s)[W / 2], const PrefillParams& p, const Item& item, int q_row, int key) {
+#pragma unroll
+  for (int i = 0; i < W / 2; i++) {
+#if MLA_SOFTCAP
+    // softcap * tanh(x / softcap) by tanh(y) = 1 - 2 / (1 + exp(2y)), whose absolute error stays near fp32's
+    s[i] = p.softcap_logit * (1.0f - __fdividef(2.0f, 1.0f + ex2_approx_ftz(s[i] * p.softcap_scale)));
+#else
+    s[i] *= p.logit_scale;
+#endif
+#if MLA_MASK_BIASES
+    const int row = item.q_position + q_row + (i & 2) * 4 - item.start, column = item.k_position + key + (i / 4) * 8 + (i & 1);
+    s[i] += kLog2e * mask_bias(p.mask, item.sequence, item.head, row, column);
+#endif
+  }
+}
+
+// Hides by select. q_row: this thread's first row in the item; key: its first column, counted from key 0.
+template <int W>
+MLA_DEVICE void mask_scores(float (&s)[W / 2], const PrefillParams& p, const Item& item, int q_row, int key) {
+  if (key - (key & 7) + W > item.n_keys) {
+    const int limit = item.n_keys - key;
+#pragma unroll
+    for (int i = 0; i < W / 2; i++) s[i] = (i / 4) * 8 + (i & 1) < limit ? s[i] : -infinity();
+  }
+#if !MLA_MASK_ALWAYS
+  // Positions relative to the first column, hidden from the compiler's algebra: `k <= q` then compares a constant with a register.
+  const int k_position = item.k_position + key;
+  int ahead = item.q_position + q_row - k_position;
+  asm volatile("" : "+r"(ahead));
+#pragma unroll
+  for (int i = 0; i < W / 2; i++) {
+    const bool visible = mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4),
+                                      k_position + ((i / 4) * 8 + (i & 1)));
+    s[i] = visible ? s[i] : -infinity();
+  }
+#endif
+}
+
+// Takes the tile's maxima in; returns whether any row of the warp moved its reference, by factor alpha (1 for the others).
+template <int W>
+MLA_DEVICE bool move_reference(const float (&s)[W / 2], RowSums& sums, float (&alpha)[2], float scale) {
+  bool moved = false;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float a = fmaxf(sums.m[r], s[2 * r]), b = s[2 * r + 1];
+#pragma unroll
+    for (int j = 1; j < W / 8; j++) {
+      a = fmaxf(a, s[4 * j + 2 * r]);
+      b = fmaxf(b, s[4 * j + 2 * r + 1]);
+    }
+    a = fmaxf(a, b);
+    a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+    a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+    const bool grown = (a - sums.m[r]) * scale > kGrowth;  // from -inf: true; -inf from -inf: NaN, false
+    alpha[r] = grown ? ex2_approx_ftz((sums.m[r] - a) * scale) : 1.0f;
+    sums.m[r] = grown ? a : sums.m[r];
+    sums.l[r] *= alpha[r];
+    moved |= grown;
+  }
+  return __any_sync(~0u, moved);
+}
+
+// Scores to probabilities, added to the sums.
+template <int W>
+MLA_DEVICE void exponentials(float (&s)[W / 2], RowSums& sums, float scale) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float reference = sums.m[r] == -infinity() ? 0.0f : sums.m[r] * scale;
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int j = 0; j < W / 8; j++) {
+      float& x = s[4 * j + 2 * r];
+      float& y = s[4 * j + 2 * r + 1];
+      x = ex2_approx_ftz(__fmaf_rn(x, scale, -reference));
+      y = ex2_approx_ftz(__fmaf_rn(y, scale, -reference));
+      a += x;
+      b += y;
+    }
+    sums.l[r] += a + b;
+  }
+}
