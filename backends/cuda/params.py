@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from mla.masks import Mask
     from mla.problem import PrefillArgs
 
+#: Names of element types in ``types.cuh`` by the short names of problems.
+C_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "float", "fp8": "e4m3"}
+#: Page sizes that kernels are compiled ahead for.
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)
+
 
 class PageTable(Structure):
     """``paged.cuh``: page ids of the batch."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla.backends.cuda import compiler
-from mla.errors import MlaError
+from mla.errors import DeviceError, MlaError
 from mla.target import Availability, device_arch, install_hint
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 #: Architecture that kernels are compiled for on a device: ``sm_90a`` on capability 9.0, else ``sm_{major}{minor}``.
 arch_of = device_arch
+
+#: Properties of a device by torch: multiprocessors, shared memory of a block, ...
+properties = functools.cache(torch.cuda.get_device_properties)
 
 _ERROR_INVALID_CONTEXT = 201
 _KERNEL_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -175,11 +178,15 @@ def load(spec: KernelSpec, device: torch.device) -> Kernel:
 
     Raises
     ------
+    DeviceError
+        The device is no CUDA device.
     CompileError
         See `mla.jit_cache.obtain`.
     MlaError
         The driver does not load it.
     """
+    if device.type != "cuda":
+        raise DeviceError(f"the cuda backend runs on NVIDIA devices; got tensors on {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load(spec, index)
 

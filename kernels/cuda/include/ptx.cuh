@@ -14,14 +14,21 @@ template <> struct Bytes<4> { uint32_t word; };
 template <> struct alignas(8) Bytes<8> { uint32_t words[2]; };
 template <> struct alignas(16) Bytes<16> { uint32_t words[4]; };
 
-// Streaming read: not kept in L1, evicted first from L2.
-MLA_DEVICE Bytes<16> ld_global_cs(const Bytes<16>* p) {
+// Read past L1, of memory that nothing writes while the kernel runs.
+MLA_DEVICE Bytes<16> ld_global_nc_no_allocate(const Bytes<16>* p) {
   Bytes<16> v;
-  asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
                : "l"(p));
   return v;
 }
+MLA_DEVICE Bytes<8> ld_global_nc_no_allocate(const Bytes<8>* p) {
+  Bytes<8> v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(v.words[0]), "=r"(v.words[1]) : "l"(p));
+  return v;
+}
+// Narrower accesses touch a sector several times: these want L1.
+template <int BYTES> MLA_DEVICE Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) { return *p; }
 
 // ---- cp.async ---------------------------------------------------------------------------------------------------------------
 

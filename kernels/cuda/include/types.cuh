@@ -21,6 +21,9 @@ constexpr float kE4m3Max = 448.0f;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+template <typename A, typename B> constexpr bool is_same = false;
+template <typename A> constexpr bool is_same<A, A> = true;
+
 MLA_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 MLA_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
@@ -33,12 +36,18 @@ MLA_DEVICE float to_float(fp16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
-// e4m3 has fp16's sign, a 4-bit exponent of bias 7 and 3 mantissa bits: shifted into fp16 it reads 2^-8 of its value,
-// subnormals included, which an exact multiplication mends on every architecture.
 MLA_DEVICE float to_float(e4m3 x) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(x.bits)));
+  return to_float(fp16{uint16_t(halves & 0xffff)});
+#else
+  // e4m3 has fp16's sign, a 4-bit exponent of bias 7 and 3 mantissa bits: shifted into fp16 it reads 2^-8 of its value,
+  // subnormals included, which an exact multiplication mends.
   const uint32_t magnitude = x.bits & 0x7f;
   if (magnitude == 0x7f) return __int_as_float(0x7fffffff);
   return 256.0f * to_float(fp16{uint16_t((x.bits & 0x80) << 8 | magnitude << 7)});
+#endif
 }
 
 template <typename T> MLA_DEVICE T from_float(float x);
