@@ -13,7 +13,17 @@ from tests.architecture.source_tree import ROOT, Import, imports, modules, packa
 VENDORS = {"cuda": {"cuda"}, "rocm": {"hip", "rocm"}, "triton": {"triton"}, "reference": set()}
 VENDOR_LIBRARIES = frozenset().union(*VENDORS.values())
 #: From the ground up: each may import only what stands before it.
-GROUND = ("errors", "problem", "target", "requirements", "registry_file", "explanation", "_paths", "registry", "dispatch")
+GROUND = (
+    "errors",
+    "problem",
+    "target",
+    "requirements",
+    "registry_file",
+    "explanation",
+    "_paths",
+    "registry",
+    "dispatch",
+)
 
 
 def _imports(module: str) -> tuple[Import, ...]:
@@ -98,7 +108,9 @@ def test_kernels_hold_sources_only() -> None:
 
 
 def test_no_bare_import_of_backends_or_kernels() -> None:
-    files = [path for folder in ("mla", "backends", "kernels", "tests", "benchmarks") for path in _python(ROOT / folder)]
+    files = [
+        path for folder in ("mla", "backends", "kernels", "tests", "benchmarks") for path in _python(ROOT / folder)
+    ]
     faults = [(str(path), one) for path in files for one in imports(path) if _top(one) in ("backends", "kernels")]
     assert not faults, _say(faults)
 
