@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mla.target import Target
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PagedKVCache:
     """One layer of the cache with the batch's tables, as kernels see it; made by `PagedKVCacheCollection.layer`.
 
@@ -65,6 +65,13 @@ class PagedKVCache:
     dtypes: str
     alignment: int
     signature: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        form = "page table" if self.page_indptr is None else "page list"
+        return (
+            f"PagedKVCache({self.dtypes}, {self.num_pages} pages of {self.page_size} tokens, {form} "
+            f"{tuple(self.page_table.shape)}, batch {self.batch_size}, {self.device})"
+        )
 
     @property
     def device(self) -> torch.device:
