@@ -132,6 +132,8 @@ def assemble(
     texts = dict(generated or {})
 
     def inline(text: str, name: str, folder: Path) -> str:
+        text = _PRAGMA_ONCE.sub("", text)
+
         def replace(match: re.Match[str]) -> str:
             wanted = match[1]
             resume = f'#line {text.count(chr(10), 0, match.start()) + 2} "{name}"'
@@ -151,7 +153,7 @@ def assemble(
             seen.add(key)
             return f'#line 1 "{wanted}"\n{inline(body, wanted, where)}\n{resume}'
 
-        return _INCLUDE.sub(replace, _PRAGMA_ONCE.sub("", text))
+        return _INCLUDE.sub(replace, text)
 
     head = "".join(f"#define {key} {value}\n" for key, value in (defines or {}).items())
     body = inline(source.read_text(encoding="utf-8"), source.name, source.parent)

@@ -29,8 +29,8 @@ def compile_ahead(
     ops : collection of str
         Operations; all when missing.
     output_dir : Path, optional
-        Where ``<kernel id>.cubin``, its source and its JSON (registers, spills, shared memory) go: the cache folder when
-        missing. Another folder is found through ``MLA_AOT_DIR``.
+        Where ``<kernel id>.cubin``, its source and its JSON (registers, spills, shared memory) go: the cache folder
+        when missing. Another folder is found through ``MLA_AOT_DIR``.
     progress : callable, optional
         Called with (kernels done, kernels in all, kernel id) after each.
 
