@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mla.chunked import chunked_prefill
 from mla.dispatch import explain
 from mla.errors import (
     ArgumentError,
@@ -16,8 +17,11 @@ from mla.errors import (
     UnsupportedError,
 )
 from mla.explanation import Explanation
+from mla.merge import merge_attn_states
+from mla.prefill import flare_mla_prefill, prefill
 from mla.registry import register
 from mla.target import Target
+from mla.workspace import workspace_size
 
 __all__ = [
     "ArgumentError",
@@ -32,6 +36,11 @@ __all__ = [
     "Target",
     "TargetError",
     "UnsupportedError",
+    "chunked_prefill",
     "explain",
+    "flare_mla_prefill",
+    "merge_attn_states",
+    "prefill",
     "register",
+    "workspace_size",
 ]

@@ -1,0 +1,324 @@
+"""The whole job of one layer in one call: gather, up-project and attend, chunk by chunk, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla._check import (
+    as_index,
+    check_offsets,
+    is_capturing,
+    require_device,
+    require_dtype,
+    require_last_dim_contiguous,
+    require_no_grad,
+    require_shape,
+    require_tensor,
+)
+from mla._launch import Stream, stream_scope
+from mla._prefill_call import Call, find_form, launch
+from mla.errors import ArgumentError, DTypeError, ShapeError
+from mla.gather import Weight, gather_latent, up_project
+from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
+from mla.masks import Mask
+from mla.merge import merge_attn_states
+from mla.plan import PrefillPlan, prefill_plan
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
+
+if TYPE_CHECKING:
+    from mla.target import Target
+
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Every part of the workspace begins on such a border, in bytes.
+_PART_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Sizes of one job: rows of q, of the buffer, and the widths of a head."""
+
+    total: int  # T
+    rows: int  # N, or fewer where the batch cannot fill it
+    heads: int
+    nope: int
+    v_dim: int
+    dtype: torch.dtype
+    several: bool  # more than one chunk may be needed
+
+    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each part of the workspace: latent, kv, and two partial results with their LSE."""
+        partial = self.total if self.several else 0
+        return [
+            (self.dtype, (self.rows, KV_LORA_RANK)),
+            (self.dtype, (self.rows, self.heads * (self.nope + self.v_dim))),
+            (torch.float32, (partial, self.heads, self.v_dim)),
+            (torch.float32, (partial, self.heads, self.v_dim)),
+            (torch.float32, (partial, self.heads)),
+            (torch.float32, (partial, self.heads)),
+        ]
+
+    def workspace_bytes(self) -> int:
+        """Return the bytes of all parts, each rounded up to `_PART_ALIGNMENT`."""
+        return sum(_round_up(dtype.itemsize * math.prod(shape)) for dtype, shape in self.parts())
+
+    def carve(self, workspace: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts as views of a uint8 workspace."""
+        views, offset = [], 0
+        for dtype, shape in self.parts():
+            size = dtype.itemsize * math.prod(shape)
+            views.append(workspace[offset : offset + size].view(dtype).view(shape))
+            offset += _round_up(size)
+        return views
+
+
+def chunked_prefill(
+    q: torch.Tensor,
+    kv_collection: PagedKVCacheCollection,
+    layer_idx: int,
+    weight: Weight,
+    input_row_offsets: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    *,
+    buffer_token_size: int = 16384,
+    plan: PrefillPlan | None = None,
+    max_chunks: int | None = None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None = None,
+    output: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_layout: str = "TH",
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    workspace: torch.Tensor | None = None,
+    target: str | Target = "gpu",
+    stream: Stream | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend from this step's queries to all tokens of their sequences, cached and new, straight from the latent cache.
+
+    For each chunk of the plan, latent rows are gathered and projected up into one buffer of N rows that is used again
+    and again, and attended to; partial results are merged in f32. The result equals that of one chunk
+    within tolerance for every N. No key is ever assembled with its rope part.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        [T, H, dn + 64]; bf16, fp16 or fp32.
+    kv_collection : PagedKVCacheCollection
+        In the dtype of q, or fp8. This step's tokens are stored already.
+    layer_idx : int
+    weight : torch.Tensor or callable
+        kv_b_proj as checkpoints have it, [H * (dn + dv), 512] in the dtype of q: head h's rows are its dn nope rows,
+        then its dv value rows. Or a callable from latent rows [n, 512] to [n, H * (dn + dv)], for a quantised linear.
+    input_row_offsets : torch.Tensor
+        [B+1] cumulative new tokens: the rows of q.
+    mask : Mask
+    scale : float
+        Softmax scale.
+    buffer_token_size : int
+        N, rows of the buffer; `plan` has its own.
+    plan : PrefillPlan, optional
+        Of this batch, shared by all layers of the step.
+    max_chunks : int, optional
+        Chunks to work through without asking the device how many are needed: nothing synchronises, so that the call
+        can be captured. A batch that needs more gets NaN, output and LSE, for the sequences that were cut.
+    seq_lens_cpu : torch.Tensor or sequence of int, optional
+        [B] cached + new on the host, with which nothing synchronises and no chunk is in vain.
+    output : torch.Tensor, optional
+        [T, H, dv]; allocated in the dtype of q when missing.
+    return_lse : bool
+        Return the natural-log LSE too: float32 [T, H], or [H, T] as `lse_layout` says.
+    sinks : torch.Tensor, optional
+        float32 [H]; counted once.
+    softcap : float
+    workspace : torch.Tensor, optional
+        uint8, at least ``workspace_size("chunked_prefill", ...)`` bytes; allocated when missing.
+    target : str or Target
+    stream : torch.cuda.Stream or int, optional
+
+    Returns
+    -------
+    torch.Tensor, or a pair of them
+        output, or (output, lse). Rows outside [input_row_offsets[0], input_row_offsets[-1]) are undefined.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError, UnsupportedError
+        As the parts: before their launch, naming the argument, what came and what is allowed.
+    BufferOverflowError
+        `seq_lens_cpu` needs more chunks than `max_chunks`.
+
+    Notes
+    -----
+    With none of `plan`, `max_chunks` and `seq_lens_cpu` the call synchronises once, to learn the number of chunks; that
+    is refused while a graph is captured.
+    """
+    extents = find_extents(q, kv_collection, weight, buffer_token_size, plan)
+    device, total = q.device, extents.total
+    require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
+    check_offsets(input_row_offsets, "input_row_offsets", total, "q")
+    if lse_layout not in ("TH", "HT"):
+        raise ArgumentError(f"lse_layout must be 'TH' or 'HT', got {lse_layout!r}")
+    if workspace is not None:
+        require_workspace(workspace, extents.workspace_bytes(), device)
+    if output is None:
+        output = torch.empty(total, extents.heads, extents.v_dim, dtype=q.dtype, device=device)
+    lse = None
+    if return_lse:
+        shape = (total, extents.heads) if lse_layout == "TH" else (extents.heads, total)
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+    with stream_scope(device, stream):
+        offsets = as_index(input_row_offsets, "input_row_offsets", kv_collection.batch_size + 1, device)
+        if plan is None:
+            plan = _make_plan(offsets, kv_collection, layer_idx, buffer_token_size, max_chunks, seq_lens_cpu, target)
+        rows = lse if lse is None or lse_layout == "TH" else lse.T
+        call = Call(
+            output, q, None, q, q, kv_collection.layer(layer_idx), None, mask, offsets, offsets, scale,
+            lse=rows, softcap=softcap, sinks=sinks, target=target,
+        )  # fmt: skip
+        _attend(call, plan, kv_collection, layer_idx, weight, extents, workspace)
+        if plan.host_lengths is None and plan.batch_size:
+            _spoil_cut_sequences(call, plan)
+    return output if lse is None else (output, lse)
+
+
+def find_extents(
+    q: torch.Tensor,
+    kv_collection: PagedKVCacheCollection,
+    weight: Weight,
+    buffer_token_size: int,
+    plan: PrefillPlan | None,
+) -> Extents:
+    """Check the operands against each other and return their sizes, with a full buffer and several chunks."""
+    if not isinstance(kv_collection, PagedKVCacheCollection):
+        raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
+    require_tensor(q, "q", 3)
+    require_dtype(q, "q", _QUERY_DTYPES)
+    require_device(q, "q", kv_collection.device)
+    total, heads, q_depth = q.shape
+    v_dim = dict(SUPPORTED_DIMS).get(q_depth)
+    if v_dim is None:
+        allowed = ", ".join(map(str, SUPPORTED_DIMS))
+        raise ShapeError(f"q has q_depth {q_depth}, which is not supported; allowed (q_depth, v_head_dim): {allowed}")
+    nope = q_depth - QK_ROPE_HEAD_DIM
+    if isinstance(weight, torch.Tensor):
+        require_shape(weight, "weight", (heads * (nope + v_dim), KV_LORA_RANK), f"q has shape {tuple(q.shape)}")
+        require_dtype(weight, "weight", (q.dtype,))
+        require_device(weight, "weight", q.device)
+    elif not callable(weight):
+        raise DTypeError(f"weight must be a torch.Tensor or a callable, got {type(weight).__name__}")
+    if plan is not None:
+        for name, have, want in (
+            ("sequences", plan.batch_size, kv_collection.batch_size),
+            ("tokens a page", plan.page_size, kv_collection.page_size),
+        ):
+            if have != want:
+                raise ShapeError(f"plan was made for {have} {name}, kv_collection has {want}")
+        buffer_token_size = plan.buffer_token_size
+    return Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, several=True)
+
+
+def _make_plan(
+    offsets: torch.Tensor,
+    kv_collection: PagedKVCacheCollection,
+    layer_idx: int,
+    buffer_token_size: int,
+    max_chunks: int | None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None,
+    target: str | Target,
+) -> PrefillPlan:
+    if max_chunks is None and seq_lens_cpu is None:
+        if is_capturing(offsets.device):
+            raise ArgumentError(
+                "one of plan, max_chunks and seq_lens_cpu must be given while a graph is captured: without them "
+                "chunked_prefill synchronises to learn the number of chunks"
+            )
+        seq_lens_cpu = kv_collection.layer(layer_idx).total_lengths(offsets).cpu()  # the one sync
+    return prefill_plan(
+        offsets,
+        kv_collection,
+        layer_idx,
+        buffer_token_size,
+        max_chunks=max_chunks,
+        seq_lens_cpu=seq_lens_cpu,
+        target=target,
+    )
+
+
+def _attend(
+    call: Call,
+    plan: PrefillPlan,
+    kv_collection: PagedKVCacheCollection,
+    layer_idx: int,
+    weight: Weight,
+    extents: Extents,
+    workspace: torch.Tensor | None,
+) -> None:
+    """Work through the chunks: the first result, or the only one, has the sinks; the others are merged into it."""
+    chunks = list(plan.chunks())
+    output, lse, sinks = call.output, call.lse, call.sinks
+    rows = max((chunk.max_length for chunk in chunks), default=0)
+    extents = replace(extents, rows=rows, several=len(chunks) > 1)
+    if workspace is None:
+        workspace = torch.empty(extents.workspace_bytes(), dtype=torch.uint8, device=call.q.device)
+    latent, projected, so_far, part, so_far_lse, part_lse = extents.carve(workspace)
+    for i, chunk in enumerate(chunks):
+        n = chunk.max_length
+        heads = projected[:n].view(n, extents.heads, extents.nope + extents.v_dim)
+        call.k, call.v = heads[..., : extents.nope], heads[..., extents.nope :]
+        call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
+        call.sinks = sinks if i == 0 else None
+        if extents.several:
+            call.output, call.lse = (so_far, so_far_lse) if i == 0 else (part, part_lse)
+        if i == 0:
+            find_form(call)  # whatever is wrong is said before the first launch
+        gather_latent(
+            chunk.buffer_row_offsets,
+            chunk.cache_offsets,
+            chunk.buffer_length,
+            kv_collection,
+            layer_idx,
+            latent[:n],
+            target=call.target,
+        )
+        up_project(latent[:n], weight, projected[:n])
+        launch(call, None)
+        if i:
+            last = i == len(chunks) - 1
+            merged, merged_lse = (output, lse) if last else (so_far, so_far_lse)
+            merge_attn_states(merged, so_far, so_far_lse, part, part_lse, merged_lse, target=call.target)
+    call.output, call.lse = output, lse
+
+
+def _spoil_cut_sequences(call: Call, plan: PrefillPlan) -> None:
+    """Write NaN for the sequences that the plan's tables did not hold to the end; the host does not know of any."""
+    assert isinstance(call.k_rope, PagedKVCache)
+    offsets = call.valid_length
+    held = plan.cache_offsets[-1] + plan.buffer_row_offsets[-1].diff()
+    cut = held < call.k_rope.total_lengths(offsets)
+    row = torch.arange(call.q.shape[0], dtype=torch.int32, device=offsets.device)
+    sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=plan.batch_size - 1)
+    spoilt = cut[sequence] & (row >= offsets[0]) & (row < offsets[-1])
+    call.output.masked_fill_(spoilt.view(-1, 1, 1), math.nan)
+    if call.lse is not None:
+        call.lse.masked_fill_(spoilt.view(-1, 1), math.nan)
+
+
+def require_workspace(workspace: torch.Tensor, need: int, device: torch.device) -> None:
+    """Raise unless a workspace is uint8 on `device`, contiguous, aligned and of at least `need` bytes."""
+    require_tensor(workspace, "workspace", 1)
+    require_dtype(workspace, "workspace", (torch.uint8,))
+    require_device(workspace, "workspace", device)
+    require_last_dim_contiguous(workspace, "workspace")
+    if workspace.numel() < need:
+        raise ArgumentError(f"workspace: this call needs {need} bytes, got {workspace.numel()}")
+    if workspace.data_ptr() % 16:
+        raise ArgumentError(f"workspace must begin on a multiple of 16 bytes, got {workspace.data_ptr():#x}")
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT

@@ -1,0 +1,44 @@
+"""How much scratch memory a call needs, before it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla._prefill_call import workspace_bytes
+from mla.chunked import find_extents
+from mla.errors import ArgumentError
+from mla.prefill import bind
+
+
+def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
+    """Return the bytes of `workspace` that a call needs.
+
+    Parameters
+    ----------
+    op : str
+        ``flare_mla_prefill`` or ``chunked_prefill``.
+    *operands, **keywords
+        The arguments that the function of that name would get. Their shapes, dtypes, strides and device count, their
+        data is not read. For ``chunked_prefill``: ``q, kv_collection, layer_idx, weight`` and `buffer_token_size` or
+        `plan`; others are ignored.
+
+    Returns
+    -------
+    int
+        Bytes. For ``chunked_prefill`` an upper bound over all batches of these shapes: the buffers of N rows and two
+        partial results in fp32.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError, UnsupportedError
+        As the call itself.
+    """
+    if op == "flare_mla_prefill":
+        output, *rest = operands
+        keywords.pop("stream", None)
+        return workspace_bytes(bind(output, tuple(rest), keywords))
+    if op == "chunked_prefill":
+        q, kv_collection, _, weight = operands[:4]
+        size, plan = keywords.get("buffer_token_size", 16384), keywords.get("plan")
+        return find_extents(q, kv_collection, weight, size, plan).workspace_bytes()
+    raise ArgumentError(f"op must be 'flare_mla_prefill' or 'chunked_prefill', got {op!r}")
