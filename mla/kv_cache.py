@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla._check import FP8_DTYPES, alignment, as_index, check_non_negative, check_offsets, require_tensor, short_dtype
-from mla.errors import ArgumentError, DTypeError
+from mla.errors import ArgumentError
 from mla.kv_layouts import GRANULARITIES, ROW_DIM, CacheViews, as_blocks, split_blocks
 from mla.page_tables import check_live_pages, csr_lengths, make_tables
 
@@ -283,6 +283,8 @@ class PagedKVCacheCollection:
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("num_layers", num_layers)):
             if value < 1:
                 raise ArgumentError(f"{name} must be at least 1, got {value}")
+        if lookup_table is None and not (cache_lengths is None and seq_lens is None):
+            raise ArgumentError("cache_lengths and seq_lens need a lookup_table")
         shape = (num_pages, 1, num_layers, page_size, 1)
         scales = None
         if dtype in FP8_DTYPES:
@@ -432,6 +434,4 @@ def _views_of_pages(
 def _table_device(views: CacheViews, table: torch.Tensor) -> torch.device:
     """Tables lie with the pages; pages on the meta device stand in for memory that is not there, tables do not."""
     device = views.latent.device
-    if device.type == "cuda" and torch.version.hip is None and views.latent.dtype == torch.float8_e4m3fnuz:
-        raise DTypeError("float8_e4m3fnuz is AMD's format; an NVIDIA device takes float8_e4m3fn")
     return table.device if device.type == "meta" else device

@@ -50,7 +50,7 @@ def as_blocks(kv_cache: torch.Tensor, name: str) -> torch.Tensor:
                 f"{name} must have shape [num_pages, P, D], [num_pages, P, 1, D] or [num_pages, 1, P, D], "
                 f"got {tuple(kv_cache.shape)}"
             )
-    return kv_cache[:, None, None, :, None, :]
+    return kv_cache.unsqueeze(1).unsqueeze(1).unsqueeze(4)
 
 
 def split_blocks(
@@ -72,6 +72,8 @@ def split_blocks(
         hint = "; view an fp8 cache with .view(torch.float8_e4m3fn)" if rows.dtype in (torch.uint8, torch.int8) else ""
         allowed = ", ".join(str(d) for d in (*_PLAIN_DTYPES, *FP8_DTYPES))
         raise DTypeError(f"blocks must be {allowed}, got {rows.dtype}{hint}")
+    if rows.dtype == torch.float8_e4m3fnuz and rows.device.type == "cuda" and torch.version.hip is None:
+        raise DTypeError("float8_e4m3fnuz is AMD's format; an NVIDIA device takes float8_e4m3fn")
     if kpe_blocks is not None:
         if width != KV_LORA_RANK:
             raise ShapeError(
@@ -138,7 +140,7 @@ def _drop_unit_dims(blocks: torch.Tensor, name: str) -> torch.Tensor:
     if blocks.shape[3] < 1:
         raise ShapeError(f"{name} must hold at least one token a page, got shape {tuple(blocks.shape)}")
     require_last_dim_contiguous(blocks, name)
-    return blocks[:, 0, :, :, 0, :]
+    return blocks.squeeze(4).squeeze(1)
 
 
 def _granularity(num_scales: int, scaled: int, given: int | None) -> int:
