@@ -114,11 +114,13 @@ def as_index(tensor: torch.Tensor, name: str, length: int | None, device: torch.
     DTypeError, ShapeError, DeviceError
         Naming the argument. A CPU tensor with a value that int32 does not hold is an ArgumentError.
     """
-    if isinstance(tensor, torch.Tensor) and tensor.ndim != 1:
-        raise ShapeError(f"{name} must be 1-D, got shape {tuple(tensor.shape)}")
     _require_index(tensor, name, device)
+    if tensor.ndim != 1:
+        raise ShapeError(f"{name} must be 1-D, got shape {tuple(tensor.shape)}")
     if length is not None and tensor.shape[0] != length:
         raise ShapeError(f"{name} must have length {length}, got {tensor.shape[0]}")
+    if tensor.dtype == torch.int32 and tensor.device == device:
+        return tensor.contiguous()
     if tensor.device.type == "cpu" and tensor.dtype != torch.int32:
         _require_int32_range(tensor, name)
     return _as_int32(tensor, device).contiguous()

@@ -142,6 +142,8 @@ def gather_latent(
     offsets = as_index(cache_offsets_1d, "cache_offsets_1d", cache.batch_size, device)
     check_offsets(buffer_row_offsets_1d, "buffer_row_offsets_1d", rows, "k_latent_buffer")
     length = _buffer_length(buffer_length, rows, device)
+    if isinstance(length, int) and length <= 0:
+        return
     with stream_scope(device, stream):
         run(GatherArgs(row_offsets, offsets, length, cache, k_latent_buffer))
 

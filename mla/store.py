@@ -78,6 +78,8 @@ def store(
     check_offsets(input_row_offsets, "input_row_offsets", latent.shape[0], "latent")
     if cache.device.type == "cpu":
         cache.check_indices(offsets)
+    if latent.shape[0] == 0:
+        return
     with stream_scope(cache.device, stream):
         run(StoreArgs(offsets, cache, latent, rope))
 

@@ -11,9 +11,7 @@ from mla.problem import GatherArgs
 
 def gather(args: GatherArgs) -> None:
     """Copy the rows of one chunk by the plan's map, dequantised; rows past the last sequence become zero."""
-    length = int(args.buffer_length)
-    if length <= 0:
-        return
+    length = max(int(args.buffer_length), 0)
     cache, output = args.cache, args.output
     offsets = args.buffer_row_offsets.to(torch.int64)
     first, last = min(int(offsets[0]), length), min(int(offsets[-1]), length)
