@@ -17,7 +17,10 @@ from mla.errors import (
     UnsupportedError,
 )
 from mla.explanation import Explanation
+from mla.gather import generic_flare_mla_decompress_k_cache_ragged_paged
+from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.merge import merge_attn_states
+from mla.plan import PlanChunk, PrefillPlan, generic_flare_mla_prefill_ragged_paged_plan, prefill_plan
 from mla.prefill import flare_mla_prefill, prefill
 from mla.registry import register
 from mla.target import Target
@@ -31,6 +34,10 @@ __all__ = [
     "DeviceError",
     "Explanation",
     "MlaError",
+    "PagedKVCache",
+    "PagedKVCacheCollection",
+    "PlanChunk",
+    "PrefillPlan",
     "RegistryError",
     "ShapeError",
     "Target",
@@ -39,8 +46,11 @@ __all__ = [
     "chunked_prefill",
     "explain",
     "flare_mla_prefill",
+    "generic_flare_mla_decompress_k_cache_ragged_paged",
+    "generic_flare_mla_prefill_ragged_paged_plan",
     "merge_attn_states",
     "prefill",
+    "prefill_plan",
     "register",
     "workspace_size",
 ]
