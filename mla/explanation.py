@@ -31,9 +31,9 @@ class Candidate:
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """Every candidate for one problem on one target, in the order they are tried; ``str()`` prints it.
+    """Every candidate for one problem on one target, in the order they are tried; prints as text.
 
     Attributes
     ----------
@@ -62,6 +62,8 @@ class Explanation:
             lines += [f"    + {reason}" for reason in one.merits]
             lines += [f"    note: {note}" for note in one.notes]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def describe(problem: Problem) -> str:

@@ -300,6 +300,7 @@ def test_met_conditions_speak_for_a_candidate(scene: SimpleNamespace) -> None:
         "alignment 16 bytes is at least 16",
     )
     assert "reference.cpu.prefill.x (priority 1): chosen" in str(explanation)
+    assert repr(explanation) == str(explanation)
 
 
 def test_without_a_device_an_architecture_is_asked_for(scene: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,74 @@
+"""``mla explain`` and ``mla doctor``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from mla.cli import app
+from mla.target import TARGET_BACKENDS, Availability
+
+RUNNER = CliRunner()
+
+
+def test_explain_prints_the_choice_and_its_reasons() -> None:
+    done = RUNNER.invoke(app, ["explain", "prefill", "--target", "cpu"])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("prefill on cpu: reference.cpu.prefill.torch\n")
+    assert "+ (q_depth, v_head_dim) (192, 128) is in (192, 128), (256, 256)" in done.stdout
+
+
+def test_explain_takes_the_problem_and_answers_in_json() -> None:
+    options = ["--dims", "96", "96", "--mask", "NullMask", "--feature", "sinks", "--feature", "lse", "--page-size", "1"]
+    done = RUNNER.invoke(app, ["explain", "prefill", "--target", "cpu", *options, "--json"])
+    told = json.loads(done.stdout)
+    assert done.exit_code == 1 and told["chosen"] is None
+    for word in ("q_depth 96", "NullMask", "page size 1", "lse, sinks"):
+        assert word in told["problem"]
+    assert told["candidates"][0]["against"] == ["(q_depth, v_head_dim) (96, 96) is not in (192, 128), (256, 256)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["explain", "decode"], "op: 'decode' is not one of plan, gather, store, prefill, merge"),
+        (["explain", "plan", "--target", "cude"], "unknown target 'cude' (did you mean 'cuda'?)"),
+        (["explain", "prefill", "--mask", "Causal"], "mask: 'Causal' is not one of CausalMask, NullMask"),
+    ],
+)
+def test_an_error_is_one_line_and_status_2(arguments: list[str], words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "mla", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"mla: {words}") and done.stderr.count("\n") == 1
+
+
+def test_doctor_names_every_target_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(backend: str) -> Availability:
+        if backend == "reference":
+            return Availability(None, ("cpu",), {"torch": "2.13.0"})
+        return Availability(f"{backend}-library is not installed", versions={f"{backend}-library": "none"})
+
+    monkeypatch.setattr("mla.dispatch.availability", told)
+    monkeypatch.setenv("MLA_CACHE_DIR", "/somewhere/mine")
+    report = json.loads(RUNNER.invoke(app, ["doctor", "--json"]).stdout)
+    assert list(report["targets"]) == list(TARGET_BACKENDS)
+    assert report["targets"]["cpu"] == {
+        "available": True,
+        "reason": None,
+        "archs": ["cpu"],
+        "versions": {"torch": "2.13.0"},
+    }
+    assert report["targets"]["rocm"]["reason"] == "rocm: rocm-library is not installed"
+    assert report["cache folder"] == "/somewhere/mine"
+    text = RUNNER.invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "rocm-library is not installed" in text and "cache folder: /somewhere/mine" in text
+
+
+def test_doctor_asks_every_backend_for_real() -> None:
+    done = RUNNER.invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["targets"]["cpu"]["available"]
