@@ -1,0 +1,116 @@
+"""Devices, loaded kernels and their launch.
+
+A call goes straight to the launcher of the compiled kernel: Triton's own call path derives types, divisibility and cache
+keys from the arguments each time, which costs several times the launch. `KernelSpec` has settled all of that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla.backends.triton import compiler, configs
+from mla.backends.triton.compiler import KernelSpec
+from mla.target import Availability, device_arch, install_hint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: ``sm_90a``, ``gfx942``, ``cpu``.
+arch_of = device_arch
+
+
+def interpreted() -> bool:
+    """Return whether kernels run under Triton's interpreter; it is fixed when a kernel's module is first imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def probe() -> Availability:
+    """Tell whether kernels of this backend can be compiled and run here, and with which versions. Never raises."""
+    versions = {"torch": torch.__version__}
+    try:
+        versions["triton"] = importlib.metadata.version("triton")
+        import triton  # noqa: F401  (loads what a call will load)
+    except Exception as error:
+        return Availability(f"triton cannot be imported ({error}): {install_hint('triton')}", versions=versions)
+    if interpreted():
+        return Availability(None, ("cpu",), versions)
+    try:
+        if not torch.cuda.is_available():
+            return Availability("torch sees no GPU; with TRITON_INTERPRET=1 CPU tensors are taken", versions=versions)
+        archs = tuple(arch_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+    except Exception as error:
+        return Availability(f"the GPU driver does not answer: {error}", versions=versions)
+    return Availability(None, archs, versions)
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory (LDS) that one block may have on a device."""
+    if device.type == "cpu":
+        return configs.shared_bytes("sm_90a")
+    properties = torch.cuda.get_device_properties(device)
+    reported = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(properties, "shared_memory_per_block", 0)
+    return reported or configs.shared_bytes(arch_of(device))
+
+
+class Kernel:
+    """A kernel loaded for one device; made by `load`."""
+
+    def __init__(self, spec: KernelSpec, device: torch.device) -> None:
+        self.spec = spec
+        fixed = compiler.constants(spec)
+        parameters = compiler.function(spec.name).arg_names
+        self._count = len(spec.types)
+        assert [name for name, _ in spec.types] == list(parameters[: self._count]), f"parameters of {spec.name}"
+        self._tail = tuple(fixed[name] for name in parameters[self._count :])
+        self.device_index = device.index
+        if device.type == "cpu":
+            self._interpreted = compiler.function(spec.name)
+            return
+        self._interpreted = None
+        self.compiled = compiler.build(spec, arch_of(device))
+        with torch.cuda.device(device):
+            self._run = self.compiled.run  # loads the binary for the current device
+        self._fixed = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
+
+    def launch(self, arguments: Sequence[Any], grid_x: int, grid_y: int = 1) -> None:
+        """Put the kernel on torch's current stream of its device, which has to be the current device.
+
+        Parameters
+        ----------
+        arguments : sequence
+            One value for each of ``spec.types``, in order: a tensor for a pointer, a number, None for what is absent.
+        grid_x, grid_y : int
+            Programs; an empty grid launches nothing.
+        """
+        if not (grid_x and grid_y):
+            return
+        if self._interpreted is not None:
+            names = self._interpreted.arg_names[self._count :]
+            self._interpreted[grid_x, grid_y](*arguments, **dict(zip(names, self._tail, strict=True)))
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+        self._run(grid_x, grid_y, 1, stream, *self._fixed, *values, *self._tail)
+
+
+def load(spec: KernelSpec, device: torch.device) -> Kernel:
+    """Compile (or find) and load a kernel for a device; a second call with an equal spec returns the same object.
+
+    Raises
+    ------
+    CompileError
+        See `compiler.build`.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _load(spec, device)
+
+
+@functools.cache
+def _load(spec: KernelSpec, device: torch.device) -> Kernel:
+    return Kernel(spec, device)

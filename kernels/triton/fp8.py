@@ -1,0 +1,42 @@
+"""float8 e4m3 by integer arithmetic: the same bits on every architecture and under the interpreter, hardware fp8 or not.
+
+e4m3fn (OCP): exponent bias 7, largest value 448, no infinity, 0x7f and 0xff are NaN.
+e4m3fnuz (gfx942): exponent bias 8, largest value 240, no negative zero, 0x80 is NaN.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_e4m3(code, FNUZ: tl.constexpr):
+    """Return the float32 value of uint8 codes; exact."""
+    code = code.to(tl.int32)
+    exponent = (code >> 3) & 15
+    mantissa = code & 7
+    bias: tl.constexpr = 8 if FNUZ else 7
+    normal = ((exponent + (127 - bias)) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
+    subnormal = mantissa.to(tl.float32) * (0.0009765625 if FNUZ else 0.001953125)
+    magnitude = tl.where(exponent == 0, subnormal, normal)
+    value = tl.where(code >= 128, -magnitude, magnitude)
+    nan = (code == 128) if FNUZ else ((code & 127) == 127)
+    return tl.where(nan, float("nan"), value)
+
+
+@triton.jit
+def encode_e4m3(value, FNUZ: tl.constexpr):
+    """Return the uint8 codes of float32 values, rounded to nearest even, saturated; NaN stays NaN."""
+    bias: tl.constexpr = 8 if FNUZ else 7
+    largest: tl.constexpr = 240.0 if FNUZ else 448.0
+    negative = value < 0
+    magnitude = tl.minimum(tl.abs(value), largest)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    rounded = bits + 0x7FFFF + ((bits >> 20) & 1)
+    normal = (rounded >> 20) - ((127 - bias) << 3)
+    # Below the smallest normal number codes are multiples of the smallest subnormal: adding 2**23 rounds to an integer.
+    scaled = magnitude * (1024.0 if FNUZ else 512.0) + 8388608.0
+    subnormal = scaled.to(tl.int32, bitcast=True) & 15
+    code = tl.where(magnitude < (0.0078125 if FNUZ else 0.015625), subnormal, normal)
+    sign = tl.where(negative & ((code != 0) if FNUZ else True), 128, 0)
+    code = tl.where(value == value, code | sign, 128 if FNUZ else 127)
+    return code.to(tl.uint8)

@@ -1,0 +1,374 @@
+"""Attention of new queries over a ragged batch of keys, with the rotary part of the keys read from the paged cache.
+
+    s = c (q_nope k^T + q_rope rope^T)    p = exp2(s - max s)    out = p v / sum p    lse = ln 2 (max s + log2 sum p)
+
+A program owns BLOCK_M query rows of one head and walks the keys in tiles of BLOCK_N:
+
+    q_nope [BLOCK_M, 128 (+ 64)]  k    [BLOCK_N, 128 (+ 64)]  }  accumulate into one score tile, so that no key of
+    q_rope [BLOCK_M, 64]          rope [BLOCK_N, 64]          }  q_depth columns is ever made
+    acc    [BLOCK_M, V]           v    [BLOCK_N, V]
+
+Key tiles are taken in runs of one class (hidden, partial, visible; MASK_CLASS): hidden runs are stepped over, visible
+runs load and score without a mask. Partial tiles hide by select after the product, so that garbage in k is harmless;
+rows of v past n_keys are loaded as zeros. Tile sizes depend on dtype, dims and architecture alone: a row's bits do not
+depend on the rest of the batch.
+
+Order of work: programs are dealt in the order of their ids. Sequences come longest first (`schedule`), inside one sequence
+groups of heads whose keys and values fit in the L2 cache, inside a group query tiles from the last (most keys under
+a causal mask) with heads innermost.
+
+Numerics: scores and sums in float32, base 2, with the scale (not negative) folded into the exponent's
+multiply-add. Budget of a full tile: 2 BLOCK_M BLOCK_N (q_depth + V) FLOPs against BLOCK_N (q_depth + V) elements from L2 and
+BLOCK_M BLOCK_N exponentials; bound by the tensor cores and the power limit (docs/perf-log.md has measurements).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+HIDDEN = tl.constexpr(0)
+PARTIAL = tl.constexpr(1)
+VISIBLE = tl.constexpr(2)
+# Bits of `flags`: which optional index tensors a call brings (another tensor's address stands for one that is absent).
+HAS_CACHE_OFFSETS = tl.constexpr(1)
+HAS_START_POSITIONS = tl.constexpr(2)
+HAS_KV_LENGTHS = tl.constexpr(4)
+LENGTHS_INCLUDE_NEW = tl.constexpr(8)
+# Tiles classified at a time in the search for the end of a run.
+SCAN = tl.constexpr(128)
+
+
+@triton.jit
+def _sequence(
+    b,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    lengths,
+    cache_offsets,
+    start_positions,
+    kv_lengths,
+    flags,
+    rope_length,
+    ROPE: tl.constexpr,
+):
+    """Return the first row and count of the queries, the first row and count of the keys, and both first positions."""
+    q_row = tl.load(cu_seqlens_q + b)
+    new = tl.load(cu_seqlens_q + b + 1) - q_row
+    k_row = tl.load(cu_seqlens_k + b)
+    rows = tl.load(cu_seqlens_k + b + 1) - k_row
+    offset = tl.load(cache_offsets + b, mask=(flags & HAS_CACHE_OFFSETS) != 0, other=0)
+    if ROPE == "paged":
+        known = tl.load(lengths + b) + tl.where((flags & LENGTHS_INCLUDE_NEW) != 0, 0, new)
+    elif ROPE == "batched":
+        known = new * 0 + rope_length
+    else:
+        known = rows
+    overridden = (flags & HAS_KV_LENGTHS) != 0
+    length = tl.where(overridden, tl.load(kv_lengths + b, mask=overridden, other=0), known)
+    start = (length if ROPE == "ragged" else known) - new
+    given = (flags & HAS_START_POSITIONS) != 0
+    start = tl.where(given, tl.load(start_positions + b, mask=given, other=0), start)
+    n_keys = tl.minimum(rows, tl.maximum(length - offset, 0))
+    return q_row, new, k_row, n_keys, start, offset
+
+
+@triton.jit
+def schedule(
+    order,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    lengths,
+    cache_offsets,
+    start_positions,
+    kv_lengths,
+    flags,
+    rope_length,
+    batch_size,
+    ROPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Order the sequences by their keys, most first, and count query tiles before each: [B] and, behind it, [B + 1].
+
+    One program; a batch beyond BLOCK is ordered block by block, which keeps the long ones of each block together.
+    """
+    first_tile = order + batch_size
+    offs = tl.arange(0, BLOCK)
+    total = 0
+    for begin in range(0, batch_size, BLOCK):
+        b = begin + offs
+        inside = b < batch_size
+        safe = tl.where(inside, b, batch_size - 1)
+        _, _, _, n_keys, _, _ = _sequence(
+            safe, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags,
+            rope_length, ROPE,
+        )  # fmt: skip
+        n_keys = tl.where(inside, n_keys, -1)
+        ranked = tl.sort(((2147483646 - n_keys.to(tl.int64)) << 32) | offs.to(tl.int64))
+        b = begin + (ranked & 0xFFFFFFFF).to(tl.int32)
+        inside = b < batch_size
+        new = tl.load(cu_seqlens_q + b + 1, mask=inside, other=0) - tl.load(cu_seqlens_q + b, mask=inside, other=0)
+        tiles = (new + (BLOCK_M - 1)) // BLOCK_M
+        tl.store(order + begin + offs, b, mask=inside)
+        tl.store(first_tile + begin + offs, total + tl.cumsum(tiles, 0) - tiles, mask=inside)
+        total += tl.sum(tiles, 0)
+    tl.store(first_tile + batch_size, total)
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    # Triton's interpreter multiplies bfloat16 wrongly; float32 operands are right there.
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _rows(base, offs_n, stride, offs_d, inside, MASKED: tl.constexpr):
+    """Load [BLOCK_N, width] rows; those not inside are zero."""
+    at = base + offs_n[:, None] * stride + offs_d[None, :]
+    if MASKED:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _class(n, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, MASK_CLASS: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
+    first = n * BLOCK_N
+    end = tl.minimum(first + BLOCK_N, n_keys)
+    kind = MASK_CLASS(b, h, q_lo, q_hi, offset + first, offset + end - 1, c0, c1, c2, c3)
+    visible = (kind == VISIBLE) & (first + BLOCK_N <= n_keys) & (BIASES == 0)
+    return tl.where(kind == HIDDEN, HIDDEN, tl.where(visible, VISIBLE, PARTIAL))
+
+
+@triton.jit
+def prefill(
+    output,
+    lse,
+    q,
+    q_rope,
+    k,
+    v,
+    rope,
+    page_table,
+    page_indptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    lengths,
+    cache_offsets,
+    start_positions,
+    kv_lengths,
+    sinks,
+    order,
+    c0,
+    c1,
+    c2,
+    c3,
+    bias0,
+    bias1,
+    batch_size,
+    num_heads,
+    flags,
+    rope_length,
+    stride_output_t,
+    stride_output_h,
+    stride_lse_t,
+    stride_lse_h,
+    stride_q_t,
+    stride_q_h,
+    stride_q_rope_t,
+    stride_q_rope_h,
+    stride_k_t,
+    stride_k_h,
+    stride_v_t,
+    stride_v_h,
+    stride_rope_page,
+    stride_rope_t,
+    stride_table,
+    stride_bias0_b,
+    stride_bias0_h,
+    stride_bias0_q,
+    rows_bias0,
+    cols_bias0,
+    stride_bias1_b,
+    stride_bias1_h,
+    stride_bias1_q,
+    rows_bias1,
+    cols_bias1,
+    scale,
+    softcap,
+    MASK_VISIBLE: tl.constexpr,
+    MASK_CLASS: tl.constexpr,
+    MASK_BIAS: tl.constexpr,
+    BIASES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NOPE: tl.constexpr,
+    NOPE_TAIL: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    L2_BYTES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # Which sequence, head and query tile.
+    item = tl.program_id(0)
+    b = item * 0
+    begin = item * 0
+    if batch_size > 1:
+        first_tile = order + batch_size
+        slot = item // num_heads
+        low = item * 0
+        high = batch_size
+        while high - low > 1:
+            middle = (low + high) // 2
+            right = tl.load(first_tile + middle) <= slot
+            low = tl.where(right, middle, low)
+            high = tl.where(right, high, middle)
+        begin = tl.load(first_tile + low)
+        b = tl.load(order + low)
+    q_row, new, k_row, n_keys, start, offset = _sequence(
+        b, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags,
+        rope_length, ROPE,
+    )  # fmt: skip
+    tiles = tl.cdiv(new, BLOCK_M)
+    item -= begin * num_heads
+    if item >= tiles * num_heads:
+        return
+    bytes_per_key: tl.constexpr = (NOPE + NOPE_TAIL + V) * (k.dtype.element_ty.primitive_bitwidth // 8)
+    group_size = tl.minimum(tl.maximum(L2_BYTES // bytes_per_key // tl.maximum(n_keys, 1), 1), num_heads)
+    group = item // (tiles * group_size)
+    item -= group * tiles * group_size
+    width = tl.minimum(group_size, num_heads - group * group_size)
+    tile = tiles - 1 - item // width
+    h = group * group_size + item % width
+
+    # Query tile.
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_nope = tl.arange(0, NOPE)
+    offs_rope = tl.arange(0, ROPE_DIM)
+    offs_v = tl.arange(0, V)
+    m_first = tile * BLOCK_M
+    m_inside = m_first + offs_m < new
+    t_first = (q_row + m_first).to(tl.int64)
+    head = h.to(tl.int64)
+    at_q = q + t_first * stride_q_t + head * stride_q_h
+    if q_rope is not None:
+        at_q_rope = q_rope + t_first * stride_q_rope_t + head * stride_q_rope_h
+    else:
+        at_q_rope = at_q + (NOPE + NOPE_TAIL)
+    r_q = _rows(at_q, offs_m, stride_q_t, offs_nope, m_inside, True)
+    r_q_rope = _rows(at_q_rope, offs_m, stride_q_rope_t if q_rope is not None else stride_q_t, offs_rope, m_inside, True)
+    if NOPE_TAIL > 0:
+        offs_tail = tl.arange(0, NOPE_TAIL)
+        r_q_tail = _rows(at_q + NOPE, offs_m, stride_q_t, offs_tail, m_inside, True)
+    factor = scale if SOFTCAP else scale * LOG2E
+
+    # Bases of this sequence and head.
+    at_k = k + k_row.to(tl.int64) * stride_k_t + head * stride_k_h
+    at_v = v + k_row.to(tl.int64) * stride_v_t + head * stride_v_h
+    if ROPE == "paged":
+        if page_indptr is not None:
+            table = page_table + tl.load(page_indptr + b)
+        else:
+            table = page_table + b.to(tl.int64) * stride_table
+    elif ROPE == "batched":
+        at_rope = rope + b.to(tl.int64) * stride_rope_page + offset.to(tl.int64) * stride_rope_t
+    else:
+        at_rope = rope + k_row.to(tl.int64) * stride_rope_t
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, V], tl.float32)
+    q_lo = start + m_first
+    q_hi = start + tl.minimum(m_first + BLOCK_M, new) - 1
+    n_tiles = tl.cdiv(n_keys, BLOCK_N)
+    n = 0
+    while n < n_tiles:
+        kind = _class(n, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, MASK_CLASS, BIASES, BLOCK_N)
+        end = n_tiles
+        at = n + 1
+        while at < end:
+            ahead = at + tl.arange(0, SCAN)
+            others = _class(ahead, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, MASK_CLASS, BIASES, BLOCK_N)
+            end = tl.minimum(end, tl.min(tl.where(others != kind, ahead, n_tiles), 0))
+            at += SCAN
+        for MASKED in tl.static_range(0, 2):
+            last = tl.where(kind == (PARTIAL if MASKED else VISIBLE), end, n)
+            for i in range(n, last):
+                j = i * BLOCK_N
+                key = j + offs_n
+                inside = key < n_keys
+                j64 = j.to(tl.int64)
+                r_k = _rows(at_k + j64 * stride_k_t, offs_n, stride_k_t, offs_nope, inside, MASKED)
+                if ROPE == "paged":
+                    position = offset + key
+                    if MASKED:
+                        page = tl.load(table + position // PAGE_SIZE, mask=inside, other=0)
+                    else:
+                        page = tl.load(table + position // PAGE_SIZE)
+                    where_rope = page.to(tl.int64) * stride_rope_page + (position % PAGE_SIZE) * stride_rope_t
+                    r_rope = _rows(rope, where_rope, 1, offs_rope, inside, MASKED)
+                else:
+                    r_rope = _rows(at_rope + j64 * stride_rope_t, offs_n, stride_rope_t, offs_rope, inside, MASKED)
+                r_v = _rows(at_v + j64 * stride_v_t, offs_n, stride_v_t, offs_v, inside, MASKED)
+                s = _dot(r_q, tl.trans(r_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
+                if NOPE_TAIL > 0:
+                    r_k_tail = _rows(at_k + NOPE + j64 * stride_k_t, offs_n, stride_k_t, offs_tail, inside, MASKED)
+                    s = _dot(r_q_tail, tl.trans(r_k_tail), s, UPCAST)
+                s = _dot(r_q_rope, tl.trans(r_rope), s, UPCAST)
+                if SOFTCAP:
+                    s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(s * (factor / softcap) * (2.0 * LOG2E))))
+                if MASKED:
+                    if not SOFTCAP:
+                        s *= factor
+                    row = m_first + offs_m[:, None]
+                    col = offset + key[None, :]
+                    visible = MASK_VISIBLE(b, h, start + row, col, c0, c1, c2, c3) & inside[None, :]
+                    s = tl.where(visible, s, float("-inf"))
+                    if BIASES > 0:
+                        s += LOG2E * MASK_BIAS(
+                            b, h, row, col,
+                            bias0, stride_bias0_b, stride_bias0_h, stride_bias0_q, rows_bias0, cols_bias0,
+                            bias1, stride_bias1_b, stride_bias1_h, stride_bias1_q, rows_bias1, cols_bias1,
+                        )  # fmt: skip
+                    m_new = tl.maximum(m_i, tl.max(s, 1))
+                    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    p = tl.exp2(s - base[:, None])
+                elif SOFTCAP:
+                    m_new = tl.maximum(m_i, tl.max(s, 1))
+                    base = m_new
+                    p = tl.exp2(s - base[:, None])
+                else:
+                    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
+                    base = m_new
+                    p = tl.exp2(s * factor - base[:, None])
+                correction = tl.exp2(m_i - base)
+                l_i = l_i * correction + tl.sum(p, 1)
+                acc = _dot(p.to(r_v.dtype), r_v, acc * correction[:, None], UPCAST)
+                m_i = m_new
+        n = end
+
+    # Sinks, normalisation, LSE.
+    if sinks is not None:
+        sink = tl.load(sinks + h) * LOG2E
+        m_new = tl.maximum(m_i, sink)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        correction = tl.exp2(m_i - base)
+        l_i = l_i * correction + tl.exp2(sink - base)
+        acc *= correction[:, None]
+        m_i = m_new
+    empty = l_i == 0.0
+    acc *= tl.where(empty, 0.0, 1.0 / l_i)[:, None]
+    at_output = output + t_first * stride_output_t + head * stride_output_h
+    target = at_output + offs_m[:, None] * stride_output_t + offs_v[None, :]
+    tl.store(target, acc.to(output.dtype.element_ty), mask=m_inside[:, None])
+    if lse is not None:
+        at_lse = lse + t_first * stride_lse_t + head * stride_lse_h
+        natural = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * LN2)
+        tl.store(at_lse + offs_m * stride_lse_t, natural, mask=m_inside)
