@@ -17,7 +17,8 @@ from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
-from mla.masks import CausalMask, NullMask
+from mla.mask_expr import postorder
+from mla.masks import CausalMask, MaskProgram, NullMask
 from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Tile:
         rows = 2 * (row_groups * 64 + self.stages_k * self.block_n) * q_depth
         values = 2 * self.stages_v * self.block_n * v_head_dim
         merge = self.warpgroups * 128 * (v_head_dim // 4 + 4) * 4 if self.sharing > 1 else 0
-        items = 2 * row_groups * 48
+        items = (2 * row_groups + 1) * 48
         table = ((TABLE_SEQUENCES + 1) * _ENTRY_BYTES) // 16 * 16 + 16
         barriers = 2 * row_groups + 3 * self.stages_k + 2 * self.stages_v
         return 1024 + rows + values + merge + items + table + self.stages_k * (16 + 8) + 8 * barriers
@@ -77,11 +78,18 @@ class Tile:
         )
 
 
-#: Forms by dims: the wide one, and the narrow one where there is one.
-TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (192, 128): (Tile(3, 1, 128, 2, 1, 160, 32), Tile(2, 2, 64, 4, 4, 232, 40)),
-    (256, 256): (Tile(2, 1, 64, 2, 2, 232, 40),),
-}
+_NARROW = Tile(2, 2, 64, 4, 4, 216, 72)
+_WIDE = Tile(3, 1, 128, 2, 1, 160, 32)
+#: Softcap and bias take more registers than three warpgroups leave each thread.
+_WIDE_FEATURES = Tile(2, 1, 128, 2, 2, 216, 72)
+_WIDE_256 = Tile(2, 1, 64, 2, 2, 216, 72)
+
+
+def tiles_of(problem: Problem) -> tuple[Tile, ...]:
+    """Return the forms of a problem: the wide one, and the narrow one where there is one."""
+    if problem.dims == (256, 256):
+        return (_WIDE_256,)
+    return (_WIDE_FEATURES if problem.features & {"softcap", "bias"} else _WIDE, _NARROW)
 
 
 class ScheduleParams(Structure):
@@ -102,7 +110,7 @@ class PrefillParams(Structure):
             ("sequences", SequenceArgs),
             ("page_table", PageTable),
             ("rope_rows", PagedRows),
-            ("mask", mask_code.MaskArgsStruct),
+            ("mask", params.MaskArgs),
             ("output", c_void_p),
             ("lse", c_void_p),
             ("sinks", c_void_p),
@@ -152,8 +160,12 @@ def variant_of(problem: Problem, block_n: int, *, chunked: bool, positive_scale:
     return Variant(box, chunked or not box, scale_scores)
 
 
+def _comparisons(program: MaskProgram) -> int:
+    return sum(node.op in ("lt", "le", "eq", "ne") for node in postorder(program.expression))
+
+
 def _shape_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
-    tiles = TILES[problem.dims]
+    tiles = tiles_of(problem)
     rope_kind = ("paged", "batched", "ragged").index(problem.rope or "paged")
     return (
         ("MLA_ROPE_KIND", rope_kind),
@@ -189,6 +201,7 @@ def prefill_spec(problem: Problem, tile: Tile, variant: Variant, *, programmatic
         ("MLA_SINKS", int("sinks" in problem.features)),
         ("MLA_SOFTCAP", int("softcap" in problem.features)),
         ("MLA_SCALE_SCORES", int(variant.scale_scores)),
+        ("MLA_MASK_UNROLL", int(_comparisons(problem.mask) <= 1)),
         *_shape_defines(problem),
         *tile.defines(),
     )
@@ -211,3 +224,193 @@ def schedule_spec(problem: Problem) -> KernelSpec:
     return KernelSpec(
         name, "sm90/prefill_schedule.cu", "prefill_schedule", ScheduleParams, _SCHEDULE_THREADS, defines=_shape_defines(problem)
     )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """One form's kernel as a call launches it: alone, or behind the grid ahead of it."""
+
+    tile: Tile
+    kernel: Kernel
+    overlapped: Kernel
+
+
+class PrefillSm90:
+    """Prefill by TMA and wgmma; k, v, q and rope with strides and addresses of 16 bytes."""
+
+    @staticmethod
+    def check(problem: Problem, arch: str) -> str | None:
+        """Return None: what the registry admits fits."""
+        return None
+
+    @staticmethod
+    def problems(arch: str) -> Iterator[Problem]:
+        """Yield what is compiled ahead: DeepSeek-V3 steps in bf16, whole and in chunks, at the usual page sizes."""
+        if arch != "sm_90a":
+            return
+        for page_size in PAGE_SIZES:
+            for mask in (CausalMask(), NullMask()):
+                for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
+                    yield Problem(
+                        "prefill",
+                        "bf16",
+                        out_dtype,
+                        page_size=page_size,
+                        rope="paged",
+                        mask=mask.program,
+                        features=frozenset({"batch_invariant", *features}),
+                    )
+
+    @staticmethod
+    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
+        """Return the kernels of one problem at a positive scale: each form, for whole sequences and for chunks."""
+        specs = {schedule_spec(problem): None}
+        for tile in tiles_of(problem):
+            for chunked in (False, True):
+                variant = variant_of(problem, tile.block_n, chunked=chunked, positive_scale=True)
+                specs[prefill_spec(problem, tile, variant, programmatic=False)] = None
+        return tuple(specs)
+
+    @staticmethod
+    def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:  # noqa: N803  (the specification's names)
+        """Return the bytes of the order of work of a large batch; small ones need none."""
+        return len(tiles_of(problem)) * _table_bytes(B) if B > TABLE_SEQUENCES else 0
+
+    @staticmethod
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+        """Compile and load for whole sequences or chunks as calls ask for them; the result launches."""
+        tiles = tiles_of(problem)
+        softcapped = "softcap" in problem.features
+        blocks = torch.cuda.get_device_properties(device).multi_processor_count
+
+        @functools.cache
+        def forms(chunked: bool, positive_scale: bool) -> tuple[_Form, ...]:
+            made = []
+            for tile in tiles:
+                variant = variant_of(problem, tile.block_n, chunked=chunked, positive_scale=positive_scale)
+                made.append(
+                    _Form(
+                        tile,
+                        *(runtime.load(prefill_spec(problem, tile, variant, programmatic=p), device) for p in (False, True)),
+                    )
+                )
+            return tuple(made)
+
+        @functools.cache
+        def schedule() -> Kernel:
+            return runtime.load(schedule_spec(problem), device)
+
+        forms(False, True)
+
+        def run(args: PrefillArgs) -> None:
+            rows, heads = args.q.shape[:2]
+            batch = args.cu_seqlens_q.shape[0] - 1
+            keys = args.k.shape[0]
+            if rows == 0 or batch == 0:
+                return
+            variants = forms(args.cache_offsets is not None, args.softmax_scale > 0.0)
+            narrow_possible = len(tiles) > 1 and heads <= NARROW_ITEMS
+            all_narrow = narrow_possible and -(-rows // 64) * heads <= NARROW_ITEMS and keys <= NARROW_KEYS
+            used = variants[1:] if all_narrow else variants if narrow_possible else variants[:1]
+
+            block = _params(args, heads, batch, softcapped)
+            behind = False  # a grid of this call is ahead in the stream
+            tables: list[int | None] = [None, None]
+            if batch > TABLE_SEQUENCES:
+                need = PrefillSm90.workspace_bytes(problem, T=rows, L=keys, B=batch, H=heads)
+                workspace = args.workspace
+                if workspace is None:
+                    workspace = torch.empty(need, dtype=torch.uint8, device=args.q.device)
+                tables = [workspace.data_ptr() + i * _table_bytes(batch) for i in range(len(tiles))]
+                order = ScheduleParams(block.sequences, (c_void_p * 2)(*tables), batch, heads)
+                schedule().launch(order, len(tiles))
+                behind = True
+            counters = _counters(args.q.device)
+            for index, form in enumerate(used):
+                tile = form.tile
+                is_narrow = tile.sharing > 1
+                second = index > 0
+                block.k, block.v, block.rope = _key_maps(args, tile.block_n, block.q)
+                block.table = tables[is_narrow]
+                block.counters = counters.data_ptr() + 8 * is_narrow
+                block.claim_first = second
+                block.wait_first = behind and not second
+                kernel = form.overlapped if behind or second else form.kernel
+                kernel.launch(block, min(blocks, (-(-rows // tile.block_m) + batch) * heads))
+
+        return run
+
+
+def _table_bytes(batch: int) -> int:
+    return (batch + 1) * _ENTRY_BYTES
+
+
+def _params(args: PrefillArgs, heads: int, batch: int, softcapped: bool) -> PrefillParams:
+    """Fill in what both forms of a call share."""
+    logit_scale = args.softmax_scale * math.log2(math.e)
+    block = PrefillParams()
+    q, output, lse = args.q, args.output, args.lse
+    block.q = tensor_map(
+        q.data_ptr(), q.dtype, (q.shape[2], heads, q.shape[0]), (2 * q.stride(1), 2 * q.stride(0)), (64, 1, 64)
+    )
+    block.sequences = params.sequence_args(args)
+    if args.cache is not None:
+        block.page_table = params.page_table(args.cache)
+        block.rope_rows = params.paged_rows(args.cache.rope)
+    block.mask = params.mask_args(args.mask)
+    block.output = output.data_ptr()
+    block.output_stride_t, block.output_stride_h = output.stride(0), output.stride(1)
+    if lse is not None:
+        block.lse = lse.data_ptr()
+        block.lse_stride_t, block.lse_stride_h = lse.stride()
+    block.sinks = params.pointer(args.sinks)
+    block.logit_scale = logit_scale
+    if softcapped:
+        block.softcap_scale = 2.0 * logit_scale / args.softcap
+        block.softcap_logit = args.softcap * math.log2(math.e)
+    block.batch, block.heads = batch, heads
+    return block
+
+
+def _key_maps(args: PrefillArgs, block_n: int, unused: TensorMap) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """Return the descriptors of k, v and rope; of an empty tensor nothing is loaded, and any descriptor will do."""
+    k, v = args.k, args.v
+    if k.shape[0] == 0:
+        return unused, unused, unused
+    maps = [
+        tensor_map(
+            x.data_ptr(), x.dtype, (x.shape[2], x.shape[1], x.shape[0]), (2 * x.stride(1), 2 * x.stride(0)), (64, 1, block_n)
+        )
+        for x in (k, v)
+    ]
+    return maps[0], maps[1], _rope_map(args, block_n, unused)
+
+
+def _rope_map(args: PrefillArgs, block_n: int, unused: TensorMap) -> TensorMap:
+    if args.cache is not None:
+        rope = args.cache.rope  # [num_pages, P, dr]
+        box = math.gcd(rope.shape[1], block_n)
+        if box % 8:
+            return unused
+    else:
+        assert args.rope is not None
+        rope = args.rope if args.rope_kind == "batched" else args.rope[None]  # [B, n, dr] or [1, L, dr]
+        box = block_n
+    if rope.numel() == 0:
+        return unused
+    shape = (QK_ROPE_HEAD_DIM, rope.shape[1], rope.shape[0])
+    return tensor_map(rope.data_ptr(), rope.dtype, shape, (2 * rope.stride(1), 2 * rope.stride(0)), (64, box, 1))
+
+
+_stream_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _counters(device: torch.device) -> torch.Tensor:
+    """Return two zeroed counters for each form. Kernels leave them zero, so one set serves a stream; a graph has its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    counters = _stream_counters.get(key)
+    if counters is None:
+        counters = _stream_counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+    return counters

@@ -82,3 +82,10 @@ MLA_DEVICE void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, 
 MLA_DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Waits until the grids this one was launched behind have ended and their writes are visible.
 MLA_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Blocks of the grid, read where it is asked for instead of kept in a register.
+MLA_DEVICE int nctaid_x() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}

@@ -102,13 +102,11 @@ struct Consumer {
 MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int warpgroup) {
   Consumer consumer(p, shared, warpgroup);
   uint32_t q_phase = 0;
-  int buffer = 0;
 #pragma unroll 1
   while (true) {
     mbarrier_wait_parity(shared.q_full(consumer.group), q_phase);
+    consumer.item = shared.item(consumer.group, q_phase);
     q_phase ^= 1;
-    consumer.item = shared.item(consumer.group, buffer);
-    buffer ^= 1;
     if (consumer.item->q_row < 0) break;
     float o[MLA_V_DIM / 2];
 #pragma unroll

@@ -76,6 +76,7 @@ struct alignas(16) Item {
   int k_position;        // of key 0
   int n_keys;
   int start;             // position of the sequence's first query
+  int k_row;             // row of k and v of key 0
   uint32_t first_class;  // TileClass of the first tile of each warpgroup, 4 bits each
 };
 
@@ -116,7 +117,8 @@ constexpr int kOffsetK = kOffsetQ + kRowGroups * kQBytes;
 constexpr int kOffsetV = kOffsetK + kStagesK * kKBytes;
 constexpr int kOffsetMerge = kOffsetV + kStagesV * kVBytes;
 constexpr int kOffsetItems = kOffsetMerge + kMergeBytes;                        // two buffers a row group
-constexpr int kOffsetTable = kOffsetItems + 2 * kRowGroups * int(sizeof(Item));
+constexpr int kOffsetDraft = kOffsetItems + 2 * kRowGroups * int(sizeof(Item));  // the producer's
+constexpr int kOffsetTable = kOffsetDraft + int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetTags = kOffsetJobs + kStagesK * int(sizeof(RopeJob));
 constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;
@@ -144,6 +146,7 @@ struct Shared {
   MLA_DEVICE Item* item(int group, int buffer) const {
     return reinterpret_cast<Item*>(bytes + kOffsetItems) + 2 * group + buffer;
   }
+  MLA_DEVICE Item* draft() const { return reinterpret_cast<Item*>(bytes + kOffsetDraft); }
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
   MLA_DEVICE RopeJob* job(int stage) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + stage; }
   MLA_DEVICE volatile uint32_t* tag(int stage) const {

@@ -54,39 +54,37 @@ MLA_DEVICE ClassedTile next_tile(const PrefillParams& p, const Item& item, TileW
   return {walk.chunk * 32 + top, __shfl_sync(~0u, walk.code, top)};
 }
 
+constexpr int kBox = kRopeBox > 0 ? kRopeBox : kBlockN;
+
 struct Producer {
   const PrefillParams& p;
   const Shared& shared;
-  const int lane;
+  Item& item;  // at hand; in shared memory, because the warp has few registers
   Ring<kStagesK> k{0, 1};
   Ring<kStagesV> v{0, 1};
-  uint32_t q_phase = 1;
-  int buffer = 0;        // of the item slots
-  uint32_t k_turn = 0;   // warpgroup whose turn the next K stage is, where they share rows
+  uint32_t q_phase = 1;  // its complement is the buffer of the item slots
 
-  // Of the item at hand.
-  Item item;
-  int k_row;         // row of k and v of key 0
-  const int* pages;  // paged rope
-  bool rope_boxes;   // rope rows come by TMA
-
-  MLA_DEVICE bool lead() const { return lane == 0; }
+  MLA_DEVICE int lane() const { return threadIdx.x & 31; }
+  MLA_DEVICE bool lead() const { return lane() == 0; }
+  // Rope rows come by TMA: the boxes of tiles that begin at the first key lie within pages.
+  MLA_DEVICE bool rope_boxes() const { return !kRopeGather || (kRopeBox > 0 && item.k_position % kBox == 0); }
 
   MLA_DEVICE void take(const ScheduleEntry& entry, int index) {
     const int tiles = ceil_div(entry.new_, kRowGroups * kRowsPerGroup);
     const TilePosition at = tile_position(index - entry.first_item, tiles, entry.n_keys, p.heads);
     const int row = at.tile * kRowGroups * kRowsPerGroup, left = entry.new_ - row;
-    item.q_row = entry.q_begin + row;
-    item.rows = left < kRowGroups * kRowsPerGroup ? left : kRowGroups * kRowsPerGroup;
-    item.head = at.head;
-    item.sequence = entry.sequence;
-    item.q_position = entry.start + row;
-    item.k_position = entry.offset;
-    item.n_keys = entry.n_keys;
-    item.start = entry.start;
-    k_row = entry.k_begin;
-    if constexpr (MLA_ROPE_KIND == kRopePaged) pages = page_row(p.page_table, entry.sequence);
-    rope_boxes = !kRopeGather || (kRopeBox > 0 && entry.offset % (kRopeBox > 0 ? kRopeBox : 1) == 0);
+    if (lead()) {
+      item.q_row = entry.q_begin + row;
+      item.rows = left < kRowGroups * kRowsPerGroup ? left : kRowGroups * kRowsPerGroup;
+      item.head = at.head;
+      item.sequence = entry.sequence;
+      item.q_position = entry.start + row;
+      item.k_position = entry.offset;
+      item.n_keys = entry.n_keys;
+      item.start = entry.start;
+      item.k_row = entry.k_begin;
+    }
+    __syncwarp();
   }
 
   // Hands the item to every row group, with its rows of Q.
@@ -95,7 +93,7 @@ struct Producer {
     for (int group = 0; group < kRowGroups; group++) {
       mbarrier_wait_parity(shared.q_empty(group), q_phase);
       if (lead()) {
-        *shared.item(group, buffer) = item;
+        *shared.item(group, q_phase ^ 1) = item;
         mbarrier_arrive_expect_tx(shared.q_full(group), kQBytes);
 #pragma unroll
         for (int block = 0; block < kQkBlocks; block++)
@@ -104,7 +102,6 @@ struct Producer {
       }
     }
     q_phase ^= 1;
-    buffer ^= 1;
   }
 
   // Tells every row group that there are no more items.
@@ -113,7 +110,7 @@ struct Producer {
     for (int group = 0; group < kRowGroups; group++) {
       mbarrier_wait_parity(shared.q_empty(group), q_phase);
       if (lead()) {
-        shared.item(group, buffer)->q_row = -1;
+        shared.item(group, q_phase ^ 1)->q_row = -1;
         mbarrier_arrive(shared.q_full(group));
       }
     }
@@ -137,38 +134,39 @@ struct Producer {
     // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
     int page = 0, last_box = 0;
     if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeBox > 0) {
-      last_box = (item.n_keys - 1) / kRopeBox * kRopeBox;
-      const int key = first + lane * kRopeBox;
-      if (rope_boxes && lane < kBlockN / kRopeBox) page = pages[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
+      last_box = (item.n_keys - 1) / kBox * kBox;
+      const int key = first + lane() * kBox;
+      if (rope_boxes() && lane() < kBlockN / kBox)
+        page = page_row(p.page_table, item.sequence)[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
     }
     mbarrier_wait_parity(shared.k_empty(k.stage), k.phase);
     const uint32_t full = shared.k_full(k.stage), to = shared.k(k.stage), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
     if (lead()) {
       *shared.tag(k.stage) = uint32_t(tile) | next_code << kTileBits;
-      mbarrier_arrive_expect_tx(full, rope_boxes ? kKBytes : kKBytes - kRopeBytes);
+      mbarrier_arrive_expect_tx(full, rope_boxes() ? kKBytes : kKBytes - kRopeBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks - 1; block++)
-        cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, k_row + first, full, kEvictLast);
+        cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, item.k_row + first, full, kEvictLast);
       if constexpr (kRopeGather) {
         const int left = item.n_keys - first;
-        post_job({item.sequence, item.k_position + first, left < kBlockN ? left : kBlockN, rope_boxes ? kRopeByTma : kRopeByCopy});
+        post_job({item.sequence, item.k_position + first, left < kBlockN ? left : kBlockN, rope_boxes() ? kRopeByTma : kRopeByCopy});
       }
     }
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
       if constexpr (kRopeBox > 0) {
-        if (rope_boxes) {
+        if (rope_boxes()) {
 #pragma unroll
-          for (int box = 0; box < kBlockN / kRopeBox; box++) {
-            const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kRopeBox;
+          for (int box = 0; box < kBlockN / kBox; box++) {
+            const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kBox;
             const int slot = (item.k_position + (key < last_box ? key : last_box)) % kPageSize;
             if (lead())
-              cp_async_bulk_tensor_3d(to_rope + box * kRopeBox * kSwizzleBytes, p.rope, 0, slot, page_of_box, full, kEvictLast);
+              cp_async_bulk_tensor_3d(to_rope + box * kBox * kSwizzleBytes, p.rope, 0, slot, page_of_box, full, kEvictLast);
           }
         }
       }
     } else if (lead()) {
       const bool batched = MLA_ROPE_KIND == kRopeBatched;
-      cp_async_bulk_tensor_3d(to_rope, p.rope, 0, (batched ? item.k_position : k_row) + first, batched ? item.sequence : 0, full,
+      cp_async_bulk_tensor_3d(to_rope, p.rope, 0, (batched ? item.k_position : item.k_row) + first, batched ? item.sequence : 0, full,
                               kEvictLast);
     }
     k.advance(1);
@@ -181,7 +179,7 @@ struct Producer {
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
-        cp_async_bulk_tensor_3d(shared.v(v.stage) + block * kKeyBlockBytes, p.v, block * 64, item.head, k_row + tile * kBlockN, full,
+        cp_async_bulk_tensor_3d(shared.v(v.stage) + block * kKeyBlockBytes, p.v, block * 64, item.head, item.k_row + tile * kBlockN, full,
                                 kEvictLast);
     }
     v.advance(1);
@@ -194,11 +192,12 @@ struct Producer {
     ClassedTile ahead[kSharing + 1];
 #pragma unroll
     for (int i = 0; i <= kSharing; i++) ahead[i] = next_tile(p, item, walk);
-    item.first_class = ahead[0].code;
-    if constexpr (kSharing == 2) {
+    uint32_t first_class = ahead[0].code;
+    if constexpr (kSharing == 2) {  // stages go to the warpgroups in turn, whatever the item
       const uint32_t first = ahead[0].code & kClassMask, second = ahead[1].code & kClassMask;
-      item.first_class = k_turn == 0 ? first | second << kClassBits : second | first << kClassBits;
+      first_class = k.stage % 2 == 0 ? first | second << kClassBits : second | first << kClassBits;
     }
+    if (lead()) item.first_class = first_class;
     bool q_due = true;
     if (cold || ahead[0].index < 0) {
       load_q();
@@ -212,7 +211,6 @@ struct Producer {
       q_due = false;
       if (before >= 0) load_v(before);
       before = ahead[0].index;
-      k_turn ^= kSharing - 1;
 #pragma unroll
       for (int i = 0; i < kSharing; i++) ahead[i] = ahead[i + 1];
       ahead[kSharing] = next_tile(p, item, walk);
@@ -224,24 +222,27 @@ struct Producer {
 // Number of the next item that no block has taken.
 MLA_DEVICE int claim(const PrefillParams& p) {
   int item = 0;
-  if ((threadIdx.x & 31) == 0) item = atomicAdd(&p.counters[0], 1) + (p.claim_first ? 0 : int(gridDim.x));
+  if ((threadIdx.x & 31) == 0) item = atomicAdd(&p.counters[0], 1) + (p.claim_first ? 0 : nctaid_x());
   return __shfl_sync(~0u, item, 0);
 }
 
+// The table lies in shared memory where the block made it itself. Read anew for each item: the producer has few registers.
+MLA_DEVICE bool take_item(Producer& producer, int index) {
+  const PrefillParams& p = producer.p;
+  const bool own = p.table == nullptr;
+  const ScheduleEntry* table = own ? producer.shared.table() : p.table;
+  const int count = own ? kTableSequences : p.batch;
+  if (index >= table[count].first_item) return false;
+  producer.take(table[find_entry(table, count, index)], index);
+  return true;
+}
+
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
-  const ScheduleEntry* table = p.table;
-  int count = p.batch, items;
-  if (table == nullptr) {
-    build_table(kSharing > 1 ? kNarrow : kWide, p.sequences, p.batch, p.heads, shared.table());
-    table = shared.table();
-    count = kTableSequences;
-  }
-  items = table[count].first_item;
-  Producer producer{p, shared, int(threadIdx.x & 31)};
+  if (p.table == nullptr) build_table(kSharing > 1 ? kNarrow : kWide, p.sequences, p.batch, p.heads, shared.table());
+  Producer producer{p, shared, *shared.draft()};
   bool cold = true;
 #pragma unroll 1
-  for (int item = p.claim_first ? claim(p) : int(blockIdx.x); item < items; item = claim(p)) {
-    producer.take(table[find_entry(table, count, item)], item);
+  for (int item = p.claim_first ? claim(p) : int(blockIdx.x); take_item(producer, item); item = claim(p)) {
     producer.load(cold);
     cold = false;
   }
@@ -249,7 +250,7 @@ MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
   // The last block leaves the counters as it found them.
   if (producer.lead()) {
     __threadfence();
-    if (atomicAdd(&p.counters[1], 1) == int(gridDim.x) - 1) {
+    if (atomicAdd(&p.counters[1], 1) == nctaid_x() - 1) {
       p.counters[0] = 0;
       p.counters[1] = 0;
     }

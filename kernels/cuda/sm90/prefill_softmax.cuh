@@ -18,7 +18,7 @@ MLA_DEVICE void scale_scores(float (&s)[W / 2], const PrefillParams& p, const It
   for (int i = 0; i < W / 2; i++) {
 #if MLA_SOFTCAP
     // softcap * tanh(x / softcap) by tanh(y) = 1 - 2 / (1 + exp(2y)), whose absolute error stays near fp32's
-    s[i] = p.softcap_logit * (1.0f - __fdividef(2.0f, 1.0f + ex2_approx_ftz(s[i] * p.softcap_scale)));
+    s[i] = p.softcap_logit - 2.0f * p.softcap_logit * rcp_approx_ftz(1.0f + ex2_approx_ftz(s[i] * p.softcap_scale));
 #else
     s[i] *= p.logit_scale;
 #endif
@@ -42,11 +42,26 @@ MLA_DEVICE void mask_scores(float (&s)[W / 2], const PrefillParams& p, const Ite
   const int k_position = item.k_position + key;
   int ahead = item.q_position + q_row - k_position;
   asm volatile("" : "+r"(ahead));
+  if constexpr (MLA_MASK_UNROLL) {
 #pragma unroll
-  for (int i = 0; i < W / 2; i++) {
-    const bool visible = mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4),
-                                      k_position + ((i / 4) * 8 + (i & 1)));
-    s[i] = visible ? s[i] : -infinity();
+    for (int i = 0; i < W / 2; i++) {
+      const bool visible = mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4),
+                                        k_position + ((i / 4) * 8 + (i & 1)));
+      s[i] = visible ? s[i] : -infinity();
+    }
+  } else {
+    // An expression of several comparisons, unrolled, takes more registers than there are: first the answers of a part in a word, then the selects.
+    constexpr int kPart = W / 2 < 32 ? W / 2 : 32;
+#pragma unroll
+    for (int part = 0; part < W / 2; part += kPart) {
+      uint32_t visible = 0;
+#pragma unroll 1
+      for (int i = 0; i < kPart; i++)
+        visible |= uint32_t(mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4),
+                                         k_position + (((part + i) / 4) * 8 + (i & 1)))) << i;
+#pragma unroll
+      for (int i = 0; i < kPart; i++) s[part + i] = visible >> i & 1 ? s[part + i] : -infinity();
+    }
   }
 #endif
 }
