@@ -7,6 +7,7 @@ rounded to their dtypes); results are float64 on the device of the inputs. Rows 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -24,15 +25,15 @@ def plan(
     cached: Sequence[int], new: Sequence[int], page_size: int, buffer_token_size: int, chunks: int
 ) -> tuple[list[list[int]], list[list[int]], list[int], int]:
     """Return buffer_row_offsets, cache_offsets, buffer_lengths and required_chunks by laying rows out one by one."""
-    owner: list[tuple[int, int]] = []  # (sequence, cache position) of every row of the page-padded batch
+    owner: list[int] = []  # the sequence that has each row of the page-padded batch; never falls
     for s, (old, fresh) in enumerate(zip(cached, new, strict=True)):
-        owner += [(s, p) for p in range(math.ceil((old + fresh) / page_size) * page_size)]
+        owner += [s] * (math.ceil((old + fresh) / page_size) * page_size)
     batch, size = len(new), buffer_token_size
     rows, offsets, lengths = [], [], []
     for c in range(chunks):
         chunk, before = owner[c * size : (c + 1) * size], owner[: c * size]
-        rows.append([sum(s < border for s, _ in chunk) for border in range(batch + 1)])
-        offsets.append([sum(s == sequence for s, _ in before) for sequence in range(batch)])
+        rows.append([bisect_left(chunk, border) for border in range(batch + 1)])
+        offsets.append([bisect_right(before, s) - bisect_left(before, s) for s in range(batch)])
         lengths.append(len(chunk) if chunk or batch == 0 else -1)
     return rows, offsets, lengths, math.ceil(len(owner) / size)
 

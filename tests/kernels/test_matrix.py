@@ -22,7 +22,7 @@ from mla.problem import PREFILL_DTYPES, Problem
 from mla.registry_file import Implementation
 from mla.store import store
 from mla.target import device_arch, runs_on
-from tests.support.matrix_cases import GATHERS, MERGES, PLANS, PREFILLS, PREFILLS_FULL, STORES
+from tests.support.matrix_cases import GATHERS, MERGES, PLANS, PREFILLS, PREFILLS_FULL, STORES, PlanCase
 from tests.support.paged import make_paged, offsets_of, slots_of
 from tests.support.problems import DTYPES, Case, build, fp8_dtype
 from tests.support.tolerance import assert_lse, assert_output, precision_of
@@ -108,16 +108,15 @@ def test_prefill(implementation: Implementation, device: torch.device, case: Cas
 
 
 @over("plan", PLANS)
-def test_plan(implementation: Implementation, device: torch.device, case: Any, only: str) -> None:
-    cached, new, page_size, size, chunks = case
-    data = make_paged(cached, new, page_size, device=device)
+def test_plan(implementation: Implementation, device: torch.device, case: PlanCase, only: str) -> None:
+    data = make_paged(case.cached, case.new, case.P, device=device)
     tables = [torch.full(shape, -7, dtype=torch.int32, device=device) for shape in (
-        (chunks, len(new) + 1), (chunks, len(new)), (chunks,), (1,)
+        (case.C, len(case.new) + 1), (case.C, len(case.new)), (case.C,), (1,)
     )]  # fmt: skip
     generic_flare_mla_prefill_ragged_paged_plan(
-        data.input_row_offsets, data.cache, 0, size, *tables[:3], required_chunks=tables[3], target=only
+        data.input_row_offsets, data.cache, 0, case.N, *tables[:3], required_chunks=tables[3], target=only
     )
-    *expected, required = reference.plan(cached, new, page_size, size, chunks)
+    *expected, required = reference.plan(case.cached, case.new, case.P, case.N, case.C)
     assert [table.tolist() for table in tables] == [*expected, [required]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.paged import LAYOUTS
@@ -71,16 +72,31 @@ PREFILLS_FULL: list[Case] = [
     if rope == "paged" or page_size == 64
 ]
 
-#: cached, new, page size, N, C
-PLANS: list[Any] = [
-    ((0, 0), (160, 200), 128, 256, 16),
-    ((500,), (9,), 128, 512, 1),
-    ((0, 130, 0, 640), (5, 7, 128, 1), 128, 512, 4),
-    ((0, 0, 0), (0, 0, 0), 64, 64, 3),
-    ((0,), (160,), 128, 200, 3),
-    ((0, 0), (10, 30), 1, 32, 3),
-    ((500, 500), (9, 9), 128, 128, 1),
-    (tuple(range(300)), tuple(i * 7 % 5 for i in range(300)), 16, 999, 60),
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A plan's inputs: page size P, buffer rows N and table rows C."""
+
+    name: str
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    P: int
+    N: int
+    C: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PLANS: list[PlanCase] = [
+    PlanCase("two", (0, 0), (160, 200), 128, 256, 16),
+    PlanCase("one_chunk", (500,), (9,), 128, 512, 1),
+    PlanCase("ragged", (0, 130, 0, 640), (5, 7, 128, 1), 128, 512, 4),
+    PlanCase("all_empty", (0, 0, 0), (0, 0, 0), 64, 64, 3),
+    PlanCase("unaligned_buffer", (0,), (160,), 128, 200, 3),
+    PlanCase("token_pages", (0, 0), (10, 30), 1, 32, 3),
+    PlanCase("overflow", (500, 500), (9, 9), 128, 128, 1),
+    PlanCase("many", tuple(range(300)), tuple(i * 7 % 5 for i in range(300)), 16, 999, 60),
 ]
 
 #: Options of the paged cache; `out` is the buffer's dtype, `size` its rows.
