@@ -23,6 +23,9 @@ from mla.masks import (
     NullMask,
     SlidingWindowCausalMask,
     SlidingWindowNonCausalMask,
+    maximum,
+    minimum,
+    where,
 )
 from tests.support.mask_expressions import BATCH, HEADS, build, conditions, meaning
 
@@ -88,3 +91,37 @@ def test_a_bias_is_never_skipped_over() -> None:
     mask = CausalMask() & MaterializedMask(torch.zeros(1, 8, 8))
     assert mask.tile_class(0, 0, 4, 7, 0, 3) == TILE_PARTIAL
     assert mask.tile_class(0, 0, 0, 3, 4, 7) == TILE_HIDDEN
+
+
+VALUES = torch.arange(-160, 161, dtype=torch.int32)
+OPERATIONS: dict[str, Any] = {
+    "q + k": lambda q, k: q + k,
+    "q - k": lambda q, k: q - k,
+    "-3 * q": lambda q, k: -3 * q,
+    "q * k": lambda q, k: q * k,
+    "q // 5": lambda q, k: q // 5,
+    "q // -5": lambda q, k: q // -5,
+    "q // k": lambda q, k: q // k,
+    "q % 5": lambda q, k: q % 5,
+    "q % -5": lambda q, k: q % -5,
+    "q % k": lambda q, k: q % k,
+    "abs(q)": lambda q, k: abs(q),
+    "minimum": lambda q, k: minimum(q, k),
+    "maximum": lambda q, k: maximum(q, k),
+    "where, the lower first": lambda q, k: where(q < k, q - 20, k),
+    "where, the higher first": lambda q, k: where(q < k, k, q - 20),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+def test_the_interval_of_an_operation_holds_every_value_it_takes(operation: Any) -> None:
+    takes = Mask.from_function(lambda b, h, q, k: operation(q, k) == VALUES[b])
+    lo, size = torch.randint(-12, 12, (200, 2)), torch.randint(0, 7, (200, 2))
+    (q_lo, k_lo), (q_hi, k_hi) = lo.T, (lo + size).T
+    classes = takes.tile_class(torch.arange(len(VALUES))[:, None], 0, q_lo, q_hi, k_lo, k_hi)
+    for tile in range(200):
+        q = torch.arange(int(q_lo[tile]), int(q_hi[tile]) + 1).view(-1, 1)
+        k = torch.arange(int(k_lo[tile]), int(k_hi[tile]) + 1)
+        taken = takes.visible(torch.arange(len(VALUES)).view(-1, 1, 1), 0, q, k).flatten(1)
+        assert bool((classes[:, tile][taken.any(1)] > TILE_HIDDEN).all())
+        assert bool((classes[:, tile][~taken.all(1)] < TILE_VISIBLE).all())
