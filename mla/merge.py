@@ -94,8 +94,8 @@ def find_run(
 ) -> Runner:
     """Return what serves a merge of such tensors; checks them when it has not met their like."""
     outputs = (output, prefix_output, suffix_output)
-    aligned_to = alignment(*(x if isinstance(x, torch.Tensor) else None for x in outputs))
-    key = (target, lse_layout, aligned_to, *signature(*outputs, prefix_lse, suffix_lse, output_lse))
+    addresses = [x.data_ptr() & 15 if isinstance(x, torch.Tensor) else 0 for x in outputs]
+    key = (target, lse_layout, *addresses, *signature(*outputs, prefix_lse, suffix_lse, output_lse))
     run: Runner | None = _runs.get(key)
     if run is not None:
         return run
@@ -134,6 +134,6 @@ def find_run(
         short_dtype(output.dtype),
         dims=dims,
         features=frozenset() if output_lse is None else frozenset({"lse"}),
-        alignment=aligned_to,
+        alignment=alignment(*outputs),
     )
     return _runs.remember(key, resolve(problem, target, output.device))
