@@ -90,6 +90,16 @@ def test_rows_past_the_plan_are_zero(poison: float, seed: int) -> None:
         assert (buffer[640:] == -1).all()
 
 
+def test_rows_of_nobody_before_the_first_sequence_are_zero(seed: int) -> None:
+    data = make_paged([5], [1], 16, seed=seed)
+    buffer = torch.full((32, 512), -1.0, dtype=torch.bfloat16)
+    gather_latent(torch.tensor([10, 26]), torch.tensor([0]), 30, data.cache, 0, buffer, target="cpu")
+    assert (buffer[:10] == 0).all()
+    assert torch.equal(buffer[10:16], data.latent[0].bfloat16())
+    assert (buffer[26:30] == 0).all()
+    assert (buffer[30:] == -1).all()
+
+
 @pytest.mark.parametrize("length", [0, -1, torch.tensor([-1], dtype=torch.int32), torch.tensor(0)])
 def test_nothing_to_gather(length: Any) -> None:
     data = make_paged([5], [1], 16)

@@ -148,6 +148,14 @@ class TestCsr:
         assert not layer.lengths_include_new
         assert layer.lengths.tolist() == [15, 0, 0]
 
+    def test_pages_kept_for_later_may_be_garbage(self) -> None:
+        layer = PagedKVCacheCollection.from_csr(
+            pages(5, 16, 576), torch.tensor([0, 3, 5]), torch.tensor([4, 1, -1, 2, 2**30]), torch.tensor([20, 16])
+        ).layer(0)
+        assert layer.lengths.tolist() == [20, 16]
+        with pytest.raises(mla.ArgumentError, match="page ids"):
+            layer.check_indices(torch.tensor([0, 13, 13]))
+
     def test_slot_list(self) -> None:
         layer = PagedKVCacheCollection.from_csr(
             pages(9, 1, 576), torch.tensor([0, 3, 4]), torch.tensor([8, 2, 5, 0])
