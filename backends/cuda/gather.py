@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, page_table, paged_rows
-from mla.problem import GatherArgs, Problem
+from mla.backends.cuda.params import C_SIZES, C_TYPES, PAGE_SIZES, PagedRows, PageTable, page_table, paged_rows
+from mla.problem import KV_LORA_RANK, GatherArgs, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,11 @@ class GatherParams(Structure):
 
 
 def _rows_per_warp(problem: Problem) -> int:
-    """Rows in flight: 16 accesses of 16 bytes a lane; fewer in fp8, whose conversion takes registers."""
-    return 8 if problem.dtypes in ("bf16", "fp16") else 4
+    """Rows that a warp has in flight: 16 accesses a lane; 8 of fp8, whose conversion takes registers."""
+    size = C_SIZES[problem.dtypes]
+    access = max(size, min(problem.alignment, 16, 8 * size))
+    accesses_of_a_row = KV_LORA_RANK * size // (32 * access)
+    return max(1, (8 if problem.dtypes == "fp8" else 16) // accesses_of_a_row)
 
 
 class Gather:

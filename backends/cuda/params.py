@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 #: Names of element types in ``types.cuh`` by the short names of problems.
 C_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "float", "fp8": "e4m3"}
+C_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 #: Page sizes that kernels are compiled ahead for.
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 

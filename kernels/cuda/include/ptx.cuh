@@ -28,7 +28,7 @@ MLA_DEVICE Bytes<8> ld_global_nc_no_allocate(const Bytes<8>* p) {
   return v;
 }
 // Narrower accesses touch a sector several times: these want L1.
-template <int BYTES> MLA_DEVICE Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) { return *p; }
+template <int BYTES> MLA_DEVICE Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) { return {__ldg(&p->word)}; }
 
 // ---- cp.async ---------------------------------------------------------------------------------------------------------------
 
@@ -61,9 +61,19 @@ MLA_DEVICE float ex2_approx_ftz(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+MLA_DEVICE float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 MLA_DEVICE float lg2_approx_ftz(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MLA_DEVICE float cvt_f32_f16(uint16_t bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
   return y;
 }
 // Two values in one register, `low` in the lower half, each rounded to nearest even.

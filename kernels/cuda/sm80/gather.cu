@@ -56,7 +56,7 @@ template <typename T> MLA_DEVICE T* shuffle_pointer(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(pointer), lane));
 }
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_gather(const __grid_constant__ GatherParams p) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_gather(const __grid_constant__ GatherParams p) {
   const int lane = threadIdx.x % 32;
   const int64_t first = (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kRows;
   const int wanted = p.length != nullptr ? *p.length : p.rows;
@@ -77,9 +77,10 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_gather(const __gri
       const int column = (j * 32 + lane) * kChunk;
       chunk[i][j] = {};
       scale[i][j] = 1.0f;
-      if (latent == nullptr) continue;
-      chunk[i][j] = load_chunk_nc(reinterpret_cast<const Source*>(latent) + column);
-      if constexpr (kScaled) scale[i][j] = reinterpret_cast<const float*>(scales)[column / MLA_GRANULARITY];
+      if (latent != nullptr) {
+        chunk[i][j] = load_chunk_nc(reinterpret_cast<const Source*>(latent) + column);
+        if constexpr (kScaled) scale[i][j] = __ldg(reinterpret_cast<const float*>(scales) + column / MLA_GRANULARITY);
+      }
     }
   }
 #pragma unroll

@@ -56,7 +56,7 @@ MLA_DEVICE Weights weights_of(float prefix, float suffix) {
           fmaxf(prefix, suffix) + log1pf(expf(-fabsf(difference)))};
 }
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_merge(const __grid_constant__ MergeParams p) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_merge(const __grid_constant__ MergeParams p) {
   const int column = threadIdx.x % kLanes * kChunk;
   const uint32_t rows = uint32_t(p.tokens) * uint32_t(p.heads);
   const uint32_t first = blockIdx.x * uint32_t(kRowsPerPass * kRows) + threadIdx.x / kLanes;
@@ -86,11 +86,12 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_merge(const __grid
     const uint32_t row = first + i * kRowsPerPass, token = row / p.heads, head = row % p.heads;
     if (row >= rows) continue;
     const Weights w = weights_of(prefix_lse[i], suffix_lse[i]);
-    Chunk<Output> merged;
+    float a[kChunk], b[kChunk];
+    unpack_chunk(prefix[i], a);
+    unpack_chunk(suffix[i], b);
 #pragma unroll
-    for (int j = 0; j < kChunk; ++j)
-      merged.v[j] = from_float<Output>(to_float(prefix[i].v[j]) * w.prefix + to_float(suffix[i].v[j]) * w.suffix);
-    store_chunk(reinterpret_cast<Output*>(row_of(p.output, token, head)) + column, merged);
+    for (int j = 0; j < kChunk; ++j) a[j] = a[j] * w.prefix + b[j] * w.suffix;
+    store_chunk(reinterpret_cast<Output*>(row_of(p.output, token, head)) + column, pack_chunk<Output>(a));
     if (p.output_lse.data != nullptr && column == 0)
       *reinterpret_cast<float*>(row_of(p.output_lse, token, head)) = w.lse;
   }

@@ -41,16 +41,17 @@ static_assert(kGranularity == 0 || kGranularity == 64 || kGranularity == 128 || 
 constexpr int kScaleLanes = kGranularity == 64 ? 8 : kGranularity == 128 ? 16 : 32;
 
 MLA_DEVICE float chunk_amax(const Chunk<Source>& c) {
-  float amax = 0.0f;
+  float x[kChunk], amax = 0.0f;
+  unpack_chunk(c, x);
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) amax = fmaxf(amax, fabsf(to_float(c.v[i])));
+  for (int i = 0; i < kChunk; ++i) amax = fmaxf(amax, fabsf(x[i]));
   return amax;
 }
 
 MLA_DEVICE float scale_of_block(float amax) {
 #pragma unroll
   for (int d = kScaleLanes / 2; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffff, amax, d));
-  return fmaxf(amax / kE4m3Max, 0x1p-126f);
+  return fmaxf(Divisor(kE4m3Max, amax).divide(amax), 0x1p-126f);
 }
 
 // The destination of one row: the three parts of its token.
@@ -105,7 +106,7 @@ MLA_DEVICE RowScales quantize_scales(float* scales, const Chunk<Source> (&latent
   return result;
 }
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_store(const __grid_constant__ StoreParams p) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_store(const __grid_constant__ StoreParams p) {
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= p.rows || row < p.row_offsets[0] || row >= p.row_offsets[p.batch_size]) return;

@@ -1,0 +1,177 @@
+"""Every CUDA kernel through NVRTC for every architecture, without a GPU: registers, spills, shared memory, SASS."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mla import jit_cache
+from mla.backends.cuda import compiler
+from mla.backends.cuda.ahead import compile_ahead
+from mla.backends.cuda.compiler import KernelSpec
+from mla.backends.cuda.gather import Gather
+from mla.backends.cuda.merge import Merge
+from mla.backends.cuda.ops import variants
+from mla.backends.cuda.params import C_SIZES
+from mla.backends.cuda.plan import Plan, PlanParams
+from mla.backends.cuda.store import Store
+from mla.errors import CompileError
+from mla.problem import Problem
+
+pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+#: Registers of a thread that leave these warps of 64 on an SM: plan 32 (one block), gather and merge 16, store 32.
+MOST_REGISTERS = {"plan": 64, "gather": 128, "store": 64, "merge": 128}
+STATIC_SHARED_BYTES = {"plan": 2 * 32 * 8, "gather": 0, "store": 0, "merge": 0}
+
+
+def narrow(problem: Problem) -> Iterator[Problem]:
+    """Yield a problem at every alignment its rows can have."""
+    for alignment in (1, 2, 4, 8, 16):
+        if alignment >= C_SIZES[problem.dtypes] or problem.op == "gather":
+            yield replace(problem, alignment=alignment)
+
+
+def small_problems() -> Iterator[Problem]:
+    """Yield one problem of each kernel text: page sizes differ by a constant alone, and two stand for all."""
+    yield from Plan.problems("")
+    for entry in (Gather, Store, Merge):
+        yield from (problem for problem in entry.problems("") if problem.page_size in (0, 1, 64))
+    yield Problem("gather", "fp32", "fp32", page_size=7)
+    yield Problem("store", "fp32", "fp32", page_size=7)
+    yield Problem("store", "fp32", "fp8", page_size=7, granularity=576)
+    for problem in (
+        Problem("gather", "bf16", "bf16", page_size=16),
+        Problem("gather", "fp8", "bf16", page_size=16, granularity=128),
+        Problem("store", "bf16", "bf16", page_size=16),
+        Problem("store", "bf16", "fp8", page_size=16, granularity=64),
+        Problem("merge", "bf16", "bf16"),
+        Problem("merge", "fp32", "bf16"),
+    ):
+        yield from narrow(problem)
+
+
+ENTRIES = {"plan": Plan, "gather": Gather, "store": Store, "merge": Merge}
+SPECS = {
+    spec.name: (problem.op, spec) for problem in small_problems() for spec in ENTRIES[problem.op].specs(problem, "")
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CACHE_DIR", str(folder))
+    monkeypatch.delenv("MLA_AOT_DIR", raising=False)
+    monkeypatch.delenv("MLA_JIT", raising=False)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_small_kernels_compile_within_their_budget(name: str) -> None:
+    op, spec = SPECS[name]
+    for arch in ARCHS:
+        report = compiler.build(spec, arch).report
+        assert (report["spill_store_bytes"], report["spill_load_bytes"], report["stack_bytes"]) == (0, 0, 0), arch
+        assert 0 < int(str(report["registers"])) <= MOST_REGISTERS[op], arch
+        assert report["shared_bytes"] == STATIC_SHARED_BYTES[op], arch
+
+
+def sass(path: Path) -> list[str]:
+    """Return the instructions of a cubin."""
+    nvidia = pytest.importorskip("triton.backends.nvidia", reason="needs the disassembler that Triton brings")
+    tool = Path(next(iter(nvidia.__path__))) / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("Triton brings no cuobjdump here")
+    text = subprocess.run([tool, "--dump-sass", path], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "loads", "stores"),
+    [
+        ("gather.bf16_bf16.p64.g0.a16", {"LDG.E.128": 16}, {"STG.E.128": 16}),
+        ("gather.bf16_bf16.p16.g0.a4", {"LDG.E": 16}, {"STG.E": 16}),
+        ("gather.fp8_bf16.p64.g128.a16", {"LDG.E.64": 8}, {"STG.E.128": 8}),
+        ("store.bf16_bf16.p64.g0.a16", {"LDG.E.128": 3}, {"STG.E.128": 3}),
+        ("merge.bf16_bf16.dv128.a16", {"LDG.E.128": 8}, {"STG.E.128": 4}),
+    ],
+)
+def test_accesses_are_as_wide_as_the_alignment_allows(name: str, loads: dict[str, int], stores: dict[str, int]) -> None:
+    path = compiler.build(SPECS[name][1], "sm_90a").path
+    assert path is not None
+    instructions = sass(path)
+    plain = [re.sub(r"\.(CONSTANT|NA|STRONG|GPU|SYS)\b", "", one) for one in instructions]
+    for wanted in (loads, stores):
+        for instruction, count in wanted.items():
+            assert plain.count(instruction) >= count, sorted({one for one in plain if one.startswith(("LDG", "STG"))})
+    assert not [one for one in instructions if one.startswith(("LDL", "STL", "LD.", "ST."))], "local or generic"
+
+
+def test_variants_are_named_once() -> None:
+    for arch in ARCHS:
+        names = [kernel_id for kernel_id, _ in variants(arch)]
+        assert len(names) == len(set(names))
+        assert {name.split(".")[2] for name in names} >= {"plan", "gather", "store", "merge"}
+        assert all(re.fullmatch(r"[\w.+-]+", name) for name in names)
+
+
+def test_what_is_compiled_ahead_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, str]] = []
+    paths = compile_ahead("sm_90a", ("plan", "merge"), tmp_path / "ahead of time", lambda *state: seen.append(state))
+    assert [done for done, _, _ in seen] == list(range(1, len(paths) + 1))
+    assert {kernel_id for _, _, kernel_id in seen} == {path.stem for path in paths}
+    assert "cuda.sm_90a.plan.scan" in {path.stem for path in paths}
+    entry = json.loads(paths[0].with_suffix(".json").read_text())
+    assert entry["report"]["registers"] > 0
+    assert {"shared_bytes", "spill_store_bytes", "stack_bytes"} <= entry["report"].keys()
+    assert "__global__" in paths[0].with_suffix(".cu").read_text()
+
+    jit_cache.forget()
+    monkeypatch.setenv("MLA_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("MLA_AOT_DIR", str(tmp_path / "ahead of time"))
+    monkeypatch.setenv("MLA_JIT", "0")
+    (spec,) = Plan.specs(Problem("plan", "int32", "int32"), "sm_90a")
+    assert compiler.build(spec, "sm_90a").path == tmp_path / "ahead of time" / "cuda.sm_90a.plan.scan.cubin"
+    with pytest.raises(CompileError, match=r"MLA_JIT=0"):
+        compiler.build(spec, "sm_80")
+
+
+def plan_spec(**changes: object) -> KernelSpec:
+    (spec,) = Plan.specs(Problem("plan", "int32", "int32"), "sm_90a")
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def test_an_error_tells_log_options_and_source() -> None:
+    with pytest.raises(CompileError) as caught:
+        compiler.build(plan_spec(name="plan.broken", defines=(("mla_plan", "1nonsense"),)), "sm_90a")
+    message = str(caught.value)
+    assert re.search(r"plan\.cu\(\d+\): error", message), "lines are those of the source file"
+    assert "--std=c++17" in message
+    assert "mla_plan 1nonsense" in Path(re.search(r"source: (.*)", message)[1]).read_text()  # type: ignore[index]
+
+
+def test_a_parameter_block_that_differs_does_not_compile() -> None:
+    fields = list(PlanParams._fields_)
+
+    def build(changed: list[tuple[str, type]]) -> None:
+        params = type("PlanParams", (ctypes.Structure,), {"_fields_": changed})
+        compiler.build(plan_spec(name="plan.params", params=params), "sm_90a")
+
+    with pytest.raises(CompileError, match=r"PlanParams\.lengths: offset differs from the host's"):
+        build([fields[1], fields[0], *fields[2:]])
+    with pytest.raises(CompileError, match="PlanParams: size differs from the host's"):
+        build([*fields, ("more", ctypes.c_int)])
+    with pytest.raises(CompileError, match="no_such_field"):
+        build([*fields[:-1], ("no_such_field", ctypes.c_int)])
