@@ -208,7 +208,7 @@ def prefill_spec(problem: Problem, tile: Tile, variant: Variant, *, programmatic
     return KernelSpec(
         name=".".join(parts),
         source="sm90/prefill.cu",
-        symbol="prefill",
+        symbol="mla_prefill",
         params=PrefillParams,
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(problem.dims),
@@ -222,7 +222,7 @@ def schedule_spec(problem: Problem) -> KernelSpec:
     """Describe the kernel that orders the sequences of a large batch."""
     name = f"prefill.schedule.d{problem.dims[0]}x{problem.dims[1]}.{problem.rope}"
     return KernelSpec(
-        name, "sm90/prefill_schedule.cu", "prefill_schedule", ScheduleParams, _SCHEDULE_THREADS, defines=_shape_defines(problem)
+        name, "sm90/prefill_schedule.cu", "mla_prefill_schedule", ScheduleParams, _SCHEDULE_THREADS, defines=_shape_defines(problem)
     )
 
 

@@ -2,7 +2,7 @@
 #include "prefill_producer.cuh"
 #include "prefill_consumer.cuh"
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) prefill(const __grid_constant__ PrefillParams params) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const __grid_constant__ PrefillParams params) {
   extern __shared__ uint8_t dynamic[];
   const Shared shared(dynamic);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

@@ -21,7 +21,7 @@ MLA_DEVICE int bucket_of(int n_keys) {
   return kBuckets - 1 - octave;
 }
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS) prefill_schedule(const __grid_constant__ ScheduleParams params) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_prefill_schedule(const __grid_constant__ ScheduleParams params) {
   __shared__ unsigned long long buckets[kBuckets];
   const Form form = Form(blockIdx.x);
   ScheduleEntry* table = params.tables[form];

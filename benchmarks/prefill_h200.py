@@ -1,0 +1,199 @@
+"""Prefill attention on the six shapes of docs/perf-log.md, beside FlashAttention-4's own kernel in the same run.
+
+    python benchmarks/prefill_h200.py --json result.json [--shapes 8k,ragged] [--peers fa4]
+
+Ours reads what the specification gives it: k and v as strided views of one up-projection, roped keys from pages in
+random order, nothing concatenated. The peer gets its 192-wide K ready-made (``fa4``) and, in a second row, has to make it
+(``fa4+concat``). Medians of events with the L2 cache flushed between runs; FLOPs = 2 * (192 + 128) * H * visible pairs.
+The first and the last row of a shape are the same implementation: a difference below theirs is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from triton.testing import do_bench
+
+import mla
+
+PAGE_SIZE = 64
+NOPE, ROPE, V_DIM = 128, 64, 128
+RAGGED = (4096, 129, 2048, 777, 1024, 3001, 64, 1500, 512, 2222, 33, 4000, 1, 900, 1800, 2500)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """(new, new + cached) of each sequence."""
+
+    name: str
+    heads: int
+    pairs: tuple[tuple[int, int], ...]
+    causal: bool = True
+
+    @property
+    def flops(self) -> int:
+        visible = sum(
+            sum(max(0, min(keys, keys - new + i + 1)) for i in range(new)) if self.causal else new * keys
+            for new, keys in self.pairs
+        )
+        return 2 * (NOPE + ROPE + V_DIM) * self.heads * visible
+
+
+SHAPES = (
+    Shape("8k", 128, ((8192, 8192),)),
+    Shape("32k", 16, ((32768, 32768),)),
+    Shape("ragged", 16, tuple((n, n) for n in RAGGED)),
+    Shape("chunk", 128, ((2048, 16384),)),
+    Shape("full", 16, ((4096, 4096),) * 4, causal=False),
+    Shape("1k", 16, ((1024, 1024),)),
+)
+
+
+class Inputs:
+    """The tensors of one shape, on the GPU."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        self.shape = shape
+        heads, new, keys = shape.heads, [n for n, _ in shape.pairs], [k for _, k in shape.pairs]
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        def offsets(counts: list[int]) -> torch.Tensor:
+            return torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+
+        self.q = normal(sum(new), heads, NOPE + ROPE)
+        self.kv = normal(sum(keys), heads, NOPE + V_DIM)
+        self.k, self.v = self.kv[..., :NOPE], self.kv[..., NOPE:]
+        pages = [-(-k // PAGE_SIZE) for k in keys]
+        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(seed))
+        table = torch.zeros(len(keys), max(pages), dtype=torch.int32)
+        for row, first, count in zip(table, torch.tensor([0, *pages]).cumsum(0).tolist(), pages, strict=False):
+            row[:count] = order[first : first + count]
+        cache = normal(sum(pages), PAGE_SIZE, 576)
+        self.rope = torch.cat(
+            [cache[row[:count]].reshape(-1, 576)[:k, 512:] for row, count, k in zip(table.cuda(), pages, keys, strict=True)]
+        )
+        cached = torch.tensor([k - n for n, k in shape.pairs], dtype=torch.int32, device="cuda")
+        self.cache = mla.PagedKVCacheCollection.from_pages(cache, table.cuda(), cached).layer(0)
+        self.offsets_q, self.offsets_k = offsets(new), offsets(keys)
+        self.longest = max(new), max(keys)
+        self.mask = mla.CausalMask() if shape.causal else mla.NullMask()
+        self.scale = (NOPE + ROPE) ** -0.5
+        self.output = torch.empty(sum(new), heads, V_DIM, device="cuda", dtype=torch.bfloat16)
+        self.lse = torch.empty(sum(new), heads, device="cuda")
+
+    def wide_keys(self) -> torch.Tensor:
+        return torch.cat([self.k, self.rope[:, None].expand(-1, self.shape.heads, -1)], -1)
+
+    def error(self, output: torch.Tensor) -> float:
+        """Relative Frobenius error of the first and last head against float64."""
+        difference = norm = 0.0
+        first_q = first_k = 0
+        for new, keys in self.shape.pairs:
+            here = slice(first_k, first_k + keys)
+            for head in {0, self.shape.heads - 1}:
+                k = torch.cat([self.k[here, head], self.rope[here]], -1).double()
+                v = self.v[here, head].double()
+                for start in range(0, new, 2048):
+                    rows = slice(first_q + start, first_q + min(new, start + 2048))
+                    scores = self.q[rows, head].double() @ k.T * self.scale
+                    if self.shape.causal:
+                        position = torch.arange(start, min(new, start + 2048), device="cuda")[:, None] + keys - new
+                        scores.masked_fill_(torch.arange(keys, device="cuda") > position, -math.inf)
+                    expected = torch.softmax(scores, -1) @ v
+                    difference += (output[rows, head].double() - expected).square().sum().item()
+                    norm += expected.square().sum().item()
+            first_q, first_k = first_q + new, first_k + keys
+        return math.sqrt(difference / norm)
+
+
+def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Return a call of the library with everything as a serving engine has it."""
+
+    def call() -> torch.Tensor:
+        mla.prefill(
+            inputs.q, inputs.k, inputs.v, inputs.cache, inputs.mask, inputs.offsets_q, inputs.offsets_k, inputs.scale,
+            output=inputs.output, lse=inputs.lse, target="cuda",
+        )  # fmt: skip
+        return inputs.output
+
+    return call
+
+
+def fa4(inputs: Inputs, *, concat: bool) -> Callable[[], torch.Tensor]:
+    """Return a call of FlashAttention-4's kernel, with its wide K made before or in the call."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    v = inputs.v.contiguous()
+    ready = None if concat else inputs.wide_keys()
+
+    def call() -> torch.Tensor:
+        out = flash_attn_varlen_func(
+            inputs.q, inputs.wide_keys() if ready is None else ready, v,
+            cu_seqlens_q=inputs.offsets_q, cu_seqlens_k=inputs.offsets_k,
+            max_seqlen_q=inputs.longest[0], max_seqlen_k=inputs.longest[1],
+            softmax_scale=inputs.scale, causal=inputs.shape.causal,
+        )  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def measure(inputs: Inputs, call: Callable[[], torch.Tensor]) -> dict[str, float]:
+    """Check and time one implementation."""
+    inputs.output.fill_(math.nan)
+    error = inputs.error(call())
+    assert error <= 4e-3, f"relative error {error:.1e}"  # NaN fails as well
+    low, median, high = do_bench(call, warmup=60, rep=300, quantiles=(0.2, 0.5, 0.8))
+    return {"ms": median, "ms_20": low, "ms_80": high, "tflops": inputs.shape.flops / median / 1e9, "error": error}
+
+
+def environment() -> dict[str, str]:
+    """Name what a number depends on."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--peers", default="", help="fa4, or nothing")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    wanted = args.shapes.split(",")
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for shape in (shape for shape in SHAPES if shape.name in wanted):
+        inputs = Inputs(shape, args.seed)
+        calls: dict[str, Callable[[], torch.Tensor]] = {"mla": ours(inputs)}
+        if args.peers == "fa4":
+            calls |= {"fa4": fa4(inputs, concat=False), "fa4+concat": fa4(inputs, concat=True)}
+        calls["mla again"] = ours(inputs)
+        results[shape.name] = {}
+        for name, call in calls.items():
+            found = results[shape.name][name] = measure(inputs, call)
+            print(f"{shape.name:8}{name:12}{found['ms']:9.4f} ms {found['tflops']:6.0f} TFLOP/s  error {found['error']:.1e}")
+            sys.stdout.flush()
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
