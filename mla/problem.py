@@ -26,8 +26,8 @@ QK_ROPE_HEAD_DIM = 64
 
 #: Rows of the dtype table of the specification (section 4), as the registry names them.
 #: ``bf16``/``fp16``/``fp32``: q, k, v, rope and output alike.  ``bf16+fp8_rope``/``fp16+fp8_rope``/``fp32+fp8_rope``:
-#: 16- or 32-bit q, k, v; fp8 rope with its scales.  ``fp8``: q, k, v and rope fp8, bf16 output.  ``fp8+bf16_rope``: q_nope, k, v fp8,
-#: q_rope and rope bf16 (overloads 4 and 5), bf16 output.
+#: 16- or 32-bit q, k, v; fp8 rope with its scales.  ``fp8``: q, k, v and rope fp8, bf16 output.  ``fp8+bf16_rope``:
+#: q_nope, k, v fp8, q_rope and rope bf16 (overloads 4 and 5), bf16 output.
 PREFILL_DTYPES = (
     "bf16", "fp16", "fp32", "bf16+fp8_rope", "fp16+fp8_rope", "fp32+fp8_rope", "fp8", "fp8+bf16_rope",
 )  # fmt: skip
@@ -145,7 +145,7 @@ class PrefillArgs:
     cache: PagedKVCache | None  # paged
     rope: torch.Tensor | None  # batched [B, n, dr], ragged [L, dr]: already the last dr columns
     rope_scales: torch.Tensor | None  # f32, shaped as rope with the last dim counted in blocks; see rope_scale_base
-    rope_scale_base: int  # element offset of rope's first column inside the scaled row: block of column d is (base + d) // g
+    rope_scale_base: int  # offset of rope's first column in the scaled row: column d has the scale (base + d) // g
     cu_seqlens_q: torch.Tensor  # [B+1]
     cu_seqlens_k: torch.Tensor  # [B+1]
     cache_offsets: torch.Tensor | None  # [B]
