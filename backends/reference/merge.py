@@ -36,9 +36,10 @@ def merge(args: MergeArgs) -> None:
         )
         lse = torch.logaddexp(prefix_lse, suffix_lse)
         merged = torch.zeros(args.output[rows].shape)
-        for part_lse, part in ((prefix_lse, args.prefix_output), (suffix_lse, args.suffix_output)):
-            present = (part_lse != -math.inf).unsqueeze(-1)
-            weight = torch.exp(part_lse - lse).unsqueeze(-1)
+        sides = ((prefix_lse, suffix_lse, args.prefix_output), (suffix_lse, prefix_lse, args.suffix_output))
+        for own, other, part in sides:
+            present = (own != -math.inf).unsqueeze(-1)
+            weight = torch.sigmoid(own - other).unsqueeze(-1)  # exp(own - lse) without the rounding of a large lse
             merged += torch.where(present, part[rows].float() * weight, 0.0)  # an empty side may hold NaN
         args.output[rows].copy_(merged)
         if args.output_lse is not None:

@@ -161,9 +161,9 @@ def _attend_tile(args: PrefillArgs, tiles: Tiles, seq: Sequence, heads: slice, f
     lse = torch.where(empty, -math.inf, (row_max + row_sum.log2()) * LN2)
     output.div_(row_sum.masked_fill_(empty, 1.0))
     if args.sinks is not None:
-        with_sink = torch.logaddexp(lse, args.sinks[heads].view(-1, 1, 1))
-        output.mul_(torch.where(empty, 0.0, torch.exp(lse - with_sink)))
-        lse = with_sink
+        sinks = args.sinks[heads].view(-1, 1, 1)
+        output.mul_(torch.where(empty, 0.0, torch.sigmoid(lse - sinks)))
+        lse = torch.logaddexp(lse, sinks)
     args.output[rows, heads].copy_(output.transpose(0, 1))
     if args.lse is not None:
         args.lse[rows, heads].copy_(lse[..., 0].T)
