@@ -19,6 +19,17 @@ from mla.errors import (
 from mla.explanation import Explanation
 from mla.gather import generic_flare_mla_decompress_k_cache_ragged_paged
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
+from mla.masks import (
+    CausalMask,
+    CausalPaddingMask,
+    ChunkedCausalMask,
+    ChunkedMask,
+    Mask,
+    MaterializedMask,
+    NullMask,
+    SlidingWindowCausalMask,
+    SlidingWindowNonCausalMask,
+)
 from mla.merge import merge_attn_states
 from mla.plan import PlanChunk, PrefillPlan, generic_flare_mla_prefill_ragged_paged_plan, prefill_plan
 from mla.prefill import flare_mla_prefill, prefill
@@ -29,17 +40,26 @@ from mla.workspace import workspace_size
 __all__ = [
     "ArgumentError",
     "BufferOverflowError",
+    "CausalMask",
+    "CausalPaddingMask",
+    "ChunkedCausalMask",
+    "ChunkedMask",
     "CompileError",
     "DTypeError",
     "DeviceError",
     "Explanation",
+    "Mask",
+    "MaterializedMask",
     "MlaError",
+    "NullMask",
     "PagedKVCache",
     "PagedKVCacheCollection",
     "PlanChunk",
     "PrefillPlan",
     "RegistryError",
     "ShapeError",
+    "SlidingWindowCausalMask",
+    "SlidingWindowNonCausalMask",
     "Target",
     "TargetError",
     "UnsupportedError",

@@ -11,9 +11,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mla import dispatch, jit_cache, registry
-from mla.target import BACKENDS, TARGET_BACKENDS, Target
+from mla.target import BACKENDS, TARGET_BACKENDS, Availability, Target
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -25,7 +26,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     console = Console()
     table = Table("target", "state", "architectures", "versions")
     for name, found in report["targets"].items():
-        state = "[green]available[/]" if found["available"] else f"[red]not available[/]: {found['reason']}"
+        state = Text("available", "green")
+        if not found["available"]:
+            state = Text.assemble(("not available", "red"), f": {found['reason']}")
         versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
         table.add_row(name, state, ", ".join(found["archs"]), versions)
     console.print(table)
@@ -43,7 +46,7 @@ def examine() -> dict[str, Any]:
         usable = {backend: one for backend, one in found.items() if one.reason is None}
         targets[name] = {
             "available": bool(usable),
-            "reason": None if usable else "; ".join(f"{backend}: {one.reason}" for backend, one in found.items()),
+            "reason": None if usable else _reasons(found),
             "archs": sorted({arch for one in usable.values() for arch in one.archs}),
             "versions": {key: value for one in found.values() for key, value in one.versions.items()},
         }
@@ -57,6 +60,12 @@ def examine() -> dict[str, Any]:
         "cache folder": str(jit_cache.cache_dir()),
         "implementations": len(registry.default()),
     }
+
+
+def _reasons(found: dict[str, Availability]) -> str:
+    if len(found) == 1:
+        return str(next(iter(found.values())).reason)
+    return "; ".join(f"{backend}: {one.reason}" for backend, one in found.items())
 
 
 def _version() -> str:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mla.cli import app
-from mla.target import TARGET_BACKENDS, Availability
+from mla.target import TARGET_BACKENDS, Availability, install_hint
 
 RUNNER = CliRunner()
 
@@ -50,7 +50,9 @@ def test_doctor_names_every_target_and_what_is_missing(monkeypatch: pytest.Monke
     def told(backend: str) -> Availability:
         if backend == "reference":
             return Availability(None, ("cpu",), {"torch": "2.13.0"})
-        return Availability(f"{backend}-library is not installed", versions={f"{backend}-library": "none"})
+        return Availability(
+            f"{backend}-library is not installed: {install_hint(backend)}", versions={f"{backend}-library": "none"}
+        )
 
     monkeypatch.setattr("mla.dispatch.availability", told)
     monkeypatch.setenv("MLA_CACHE_DIR", "/somewhere/mine")
@@ -62,10 +64,13 @@ def test_doctor_names_every_target_and_what_is_missing(monkeypatch: pytest.Monke
         "archs": ["cpu"],
         "versions": {"torch": "2.13.0"},
     }
-    assert report["targets"]["rocm"]["reason"] == "rocm: rocm-library is not installed"
+    assert report["targets"]["rocm"]["reason"] == "rocm-library is not installed: pip install 'mla-prefill[rocm]'"
     assert report["cache folder"] == "/somewhere/mine"
-    text = RUNNER.invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
-    assert "rocm-library is not installed" in text and "cache folder: /somewhere/mine" in text
+    text = RUNNER.invoke(app, ["doctor"], env={"COLUMNS": "400"}).stdout
+    assert (
+        "rocm-library is not installed: pip install 'mla-prefill[rocm]'" in text
+        and "cache folder: /somewhere/mine" in text
+    )
 
 
 def test_doctor_asks_every_backend_for_real() -> None:
