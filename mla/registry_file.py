@@ -27,7 +27,7 @@ _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _BACKEND = re.compile(r"[a-z][a-z0-9_]*")
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){3,}")
 _ONE_LINE = re.compile(r".+")
-_DTYPES = (*PREFILL_DTYPES, "int32")
+_DTYPES = (*PREFILL_DTYPES, "fp8_fnuz", "int32")
 _OUT_DTYPES = ("bf16", "fp16", "fp32", "fp8", "int32")
 
 _Path = tuple[str | int, ...]

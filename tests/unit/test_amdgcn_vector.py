@@ -189,6 +189,23 @@ def test_half_precision_and_packed(seed: int) -> None:
     np.testing.assert_array_equal(wave.f[18:20], np.stack([exact(x, z, x), exact(y, t, y)]))
 
 
+def test_mixed_precision_fma(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    half = rng.standard_normal((64, 2)).astype(np.float16)
+    x, y = rng.standard_normal((2, 64)).astype(np.float32)
+    wave = wave_with(v1=half.view(np.uint32)[:, 0], v2=x, v3=y, v4=half.view(np.uint32)[:, 0])
+    execute(
+        wave,
+        "v_fma_mix_f32 v0, v1, -v2, v3 op_sel:[1,0,0] op_sel_hi:[1,0,0]\n"
+        "v_fma_mixhi_f16 v4, v1, v2, v3 op_sel_hi:[1,0,0]\nv_fma_mixlo_f16 v5, v2, v3, 0",
+    )
+    first, second = half[:, 0].astype(np.float64), half[:, 1].astype(np.float64)
+    np.testing.assert_array_equal(wave.f[0], (second * -x + y).astype(np.float32))
+    mixed = wave.v[4].view(np.float16).reshape(64, 2)
+    np.testing.assert_array_equal(mixed, np.stack([half[:, 0], (first * x + y).astype(np.float16)], 1))
+    np.testing.assert_array_equal(wave.v[5].view(np.float16)[::2], (x.astype(np.float64) * y).astype(np.float16))
+
+
 def test_conversions(seed: int) -> None:
     x = (np.random.default_rng(seed).standard_normal(64) * 100).astype(np.float32)
     x[:4] = [np.nan, 1e20, -1e20, 0.5]

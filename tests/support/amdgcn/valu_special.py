@@ -293,6 +293,30 @@ def _packed(ins: Instruction) -> Step:
     return step16
 
 
+def _mix(ins: Instruction) -> Step:
+    """v_fma_mix_f32, _mixlo_f16, _mixhi_f16: op_sel_hi says which sources are f16, op_sel which half of those."""
+    halves, is_half = op_sel(ins, "op_sel", 0, 3), op_sel(ins, "op_sel_hi", 0, 3)
+    a, b, c = (
+        reader(text, "f16" if half else "f32", half=which if half else 0)
+        for text, which, half in zip(ins.operands[1:], halves, is_half, strict=False)
+    )
+    row = vector(ins.operands[0])
+    kind = ins.name.removeprefix("v_fma_mix")
+
+    def step(w: Wave) -> None:
+        value = np.asarray(np.multiply(a(w), b(w), dtype=np.float64) + c(w))
+        if kind == "_f32":
+            w.put(row, value.astype(np.float32).view(U32))
+            return
+        bits = value.astype(F16).view(np.uint16).astype(U32)
+        if kind == "lo_f16":
+            w.put(row, w.v[row] & U32(0xFFFF0000) | bits)
+        else:
+            w.put(row, w.v[row] & U32(0xFFFF) | bits << U32(16))
+
+    return step
+
+
 def _half32(text: str, kind: str, which: int, negate: int) -> Callable[[Wave], Any]:
     """Reader of one 32-bit register of a packed pair; a constant is the same in both."""
     found = register(text)
@@ -316,5 +340,6 @@ _NAMED: dict[str, Callable[[Instruction], Step]] = {
     "v_writelane_b32": _writelane, "v_mbcnt_lo_u32_b32": _mbcnt(False), "v_mbcnt_hi_u32_b32": _mbcnt(True),
     "v_swap_b32": _swap, "v_permlane16_swap_b32": _swap, "v_permlane32_swap_b32": _swap, "v_bitop3_b32": _bitop3,
     "v_div_scale_f32": _div_scale, "v_div_fmas_f32": _div_fmas,
+    "v_fma_mix_f32": _mix, "v_fma_mixlo_f16": _mix, "v_fma_mixhi_f16": _mix,
     "v_nop": lambda ins: lambda w: None,
 }  # fmt: skip

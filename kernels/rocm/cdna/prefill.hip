@@ -1,0 +1,230 @@
+// MLA prefill attention on MFMA:  O = softmax(scale * (Q_nope K^T + Q_rope R^T), masked) V,  lse = ln sum exp, over ragged sequences.
+//
+// Tiling: a workgroup takes kBlockM = 32 * kWaves queries of one (sequence, head) and walks its keys kBlockN at a time. A wave owns 32
+// queries and computes everything transposed, so that a lane keeps one query from the scores to the output:
+//
+//        S^T [keys, 32] = K [keys, d] Q^T [d, 32]        two phases, nope then rope columns, into one accumulator
+//        O^T [dv, 32]  += V^T [dv, keys] P^T [keys, 32]
+//
+//   lane 0..63         registers (16 a 32 x 32 block): S^T rows (r / 4) * 8 + (lane / 32) * 4 + r % 4, column lane % 32 = its query
+//
+// The register layout of S^T is that of P^T as an MFMA operand, so P never leaves its lane; row maxima take one exchange with lane ^ 32.
+//
+// Roles: every wave loads its share of the next tile into registers before it computes on this one, and writes it to the other LDS stage
+// after. Registers: Q (kQDepth / 4), O (kVDim / 2), scores (kBlockN / 2), the share of a tile. LDS: two stages, see prefill_tile.hpp.
+// Barriers: one a tile; it separates the reads of a stage from the writes two tiles later, and those writes from their reads.
+//
+// Order of work: heads innermost (neighbouring workgroups go to different XCDs, so a head's keys stay in one XCD's L2 when the heads are
+// a multiple of 8), query tiles of a sequence from the last, with a causal mask the longest.
+//
+// Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; values at or past n_keys are zero in LDS.
+// A row's bits depend on its own sequence alone: the key tiles are fixed, masked and unmasked paths agree, and a tile hidden for a
+// row changes nothing in it.
+//
+// Budget and bound: docs/rocm.md. Never run on AMD hardware yet: no measured share.
+
+#include "cdna.hpp"
+#include "mask.hpp"
+#include "prefill_tile.hpp"
+#include "prefill_softmax.hpp"
+#include "ragged.hpp"
+
+struct PrefillParams {
+  HeadRows q;       // [T, H, kQDepth]
+  HeadRows k;       // [L, H, kNopeDim]
+  HeadRows v;       // [L, H, kVDim]
+  HeadRows output;  // [T, H, kVDim]
+  PagedRows rope;   // paged; batched: page_stride is that of a sequence; ragged: rows as k
+  PageTable page_table;
+  SequenceArgs sequences;
+  MaskArgs mask;
+  float* lse;  // [T, H], strides in elements
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+  const float* sinks;  // [H]
+  ScoreScale scale;
+  int batch_size;
+  int slots_y;  // workgroups along y
+};
+
+using Output = MLA_OUTPUT;
+
+struct Item {
+  int b, h;
+  int first;  // first query of the tile, counted in its sequence
+  Sequence s;
+};
+
+// Slot -> sequence and tile without a table: sequence b owns the slots from (rows of q before it) / kBlockM + b, which are never fewer
+// than its tiles. False for a slot that has no tile.
+MLA_DEVICE bool find_item(const PrefillParams& p, Item& item) {
+  const int* rows = p.sequences.cu_seqlens_q;
+  const int slot = workgroup_z() * p.slots_y + workgroup_y(), base = rows[0];
+  const auto first_slot = [&](int b) { return (rows[b] - base) / kBlockM + b; };
+  if (slot >= first_slot(p.batch_size)) return false;
+  item.h = workgroup_x();
+  item.b = sequence_of(first_slot, p.batch_size, slot);
+  item.s = geometry_of(p.sequences, item.b);
+  const int tiles = ceil_div(item.s.new_, kBlockM), place = slot - first_slot(item.b);
+  item.first = (tiles - 1 - place) * kBlockM;
+  return place < tiles;
+}
+
+MLA_DEVICE KeySource key_source(const PrefillParams& p, const Item& item) {
+  KeySource source;
+  const Sequence& s = item.s;
+  source.k = p.k.data + s.k_begin * p.k.token_stride + item.h * p.k.head_stride;
+  source.v = p.v.data + s.k_begin * p.v.token_stride + item.h * p.v.head_stride;
+  source.k_stride = p.k.token_stride;
+  source.v_stride = p.v.token_stride;
+  source.rope_stride = p.rope.token_stride;
+  source.rope_rows = p.rope;
+  if constexpr (MLA_ROPE_KIND == kRopePaged) source.rope_pages = page_row(p.page_table, item.b);
+  if constexpr (MLA_ROPE_KIND == kRopeBatched)
+    source.rope = p.rope.data + item.b * p.rope.page_stride + s.offset * p.rope.token_stride;
+  if constexpr (MLA_ROPE_KIND == kRopeRagged) source.rope = p.rope.data + s.k_begin * p.rope.token_stride;
+  source.offset = s.offset;
+  source.n_keys = s.n_keys;
+  return source;
+}
+
+// Class of a key tile for the queries [q_lo, q_hi] of the sequence.
+MLA_DEVICE int class_of(const PrefillParams& p, const Item& item, int q_lo, int q_hi, int tile) {
+#if MLA_MASK_ALWAYS
+  return kTileVisible;
+#else
+  const int k_lo = item.s.offset + tile * kBlockN, k_hi = item.s.offset + min(item.s.n_keys, (tile + 1) * kBlockN) - 1;
+  return mask_tile_class(p.mask, item.b, item.h, item.s.start + q_lo, item.s.start + q_hi, k_lo, k_hi);
+#endif
+}
+
+// Queries of one wave as MFMA operands. A lane without a row repeats the last one; its results go nowhere.
+struct Queries {
+  u32x4 fragment[kQDepth / 16];
+
+  MLA_DEVICE void load(const PrefillParams& p, const Item& item, int row) {
+    const int64_t token = item.s.q_begin + row;
+    const uint8_t* columns = p.q.data + token * p.q.token_stride + item.h * p.q.head_stride + lane_id() / 32 * kChunkBytes;
+#pragma unroll
+    for (int i = 0; i < kQDepth / 16; ++i) fragment[i] = load_global<u32x4>(columns + 2 * i * kChunkBytes);
+  }
+};
+
+MLA_DEVICE void score_tile(uint8_t* lds, const Queries& q, Scores& s) {
+  const int row = lane_id() % 32, half = lane_id() / 32;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    f32x16 sum = {};
+#pragma unroll
+    for (int i = 0; i < kQDepth / 16; ++i)
+      sum = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, key_place(row, 2 * i + half) + n * 32 * kKeyPitch), q.fragment[i], sum);
+    s.block[n] = sum;
+  }
+}
+
+MLA_DEVICE void weigh_values(uint8_t* lds, const u32x4 (&p)[kBlockN / 16], f32x16 (&o)[kVDim / 32]) {
+  const int row = lane_id() % 32, half = lane_id() / 32;
+#pragma unroll
+  for (int d = 0; d < kVDim / 32; ++d)
+#pragma unroll
+    for (int i = 0; i < kBlockN / 16; ++i)
+      o[d] = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, value_place(row, 2 * i + half) + d * 32 * kValuePitch), p[i], o[d]);
+}
+
+// Four consecutive columns of the output.
+MLA_DEVICE void store_quad(uint8_t* p, float a, float b, float c, float d) {
+  if constexpr (is_same<Output, float>) {
+    store_global(p, f32x4{a, b, c, d});
+  } else {
+    const auto pair = [](float x, float y) {
+      return uint32_t(from_float<Output>(x).bits) | uint32_t(from_float<Output>(y).bits) << 16;
+    };
+    store_global(p, u32x2{pair(a, b), pair(c, d)});
+  }
+}
+
+// `state.l` is the whole denominator here.
+MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowState state, const f32x16 (&o)[kVDim / 32]) {
+  float m = state.m, total = state.l, factor = 1.0f;
+#if MLA_SINKS
+  const float sink = kLog2e * p.sinks[item.h];
+  m = maximum(state.m, sink);
+  if (m != -infinity()) {
+    factor = exp2_flushed(state.m - m);
+    total = state.l * factor + exp2_flushed(sink - m);
+  }
+#endif
+  const float weight = state.l > 0.0f ? factor / total : 0.0f;
+  const int64_t token = item.s.q_begin + row;
+  uint8_t* out = const_cast<uint8_t*>(p.output.data) + token * p.output.token_stride + item.h * p.output.head_stride +
+                 lane_key() * int(sizeof(Output));
+#pragma unroll
+  for (int d = 0; d < kVDim / 32; ++d)
+#pragma unroll
+    for (int g = 0; g < 4; ++g)
+      store_quad(out + (d * 32 + g * 8) * int(sizeof(Output)), o[d][4 * g] * weight, o[d][4 * g + 1] * weight,
+                 o[d][4 * g + 2] * weight, o[d][4 * g + 3] * weight);
+#if MLA_LSE
+  if (lane_id() < 32)
+    p.lse[token * p.lse_token_stride + item.h * p.lse_head_stride] = total > 0.0f ? kLn2 * (m + log2_normal(total)) : -infinity();
+#endif
+}
+
+extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SIMD) mla_prefill(PrefillParams p) {
+  __shared__ __attribute__((aligned(128))) uint8_t lds[2 * kStageBytes];
+  Item item;
+  if (!find_item(p, item)) return;
+
+  const Sequence& s = item.s;
+  const int wave_first = item.first + wave_id() * kRowsPerWave, wave_last = min(wave_first + kRowsPerWave, s.new_) - 1;
+  const int group_last = min(item.first + kBlockM, s.new_) - 1;
+  const int row = wave_first + lane_id() % 32;
+  Queries q;
+  q.load(p, item, min(row, s.new_ - 1));
+
+  RowState state;
+  f32x16 o[kVDim / 32] = {};
+
+  const KeySource source = key_source(p, item);
+  const int tiles = ceil_div(s.n_keys, kBlockN);
+  const auto next_visible = [&](int tile) {
+#pragma clang loop vectorize(disable) unroll(disable)
+    while (tile < tiles && class_of(p, item, item.first, group_last, tile) == kTileHidden) ++tile;
+    return tile;
+  };
+
+  // Tiles in flight: `after` has its page ids asked for, `next` its rows, `tile` lies in LDS. Negative: none yet.
+  TileRegisters registers;
+  int tile = -2, next = -1, stage = 0;
+  while (tile < tiles) {
+    if (next >= 0 && next < tiles) registers.fetch(source, next);
+    const int after = next_visible(next + 1);
+    if (after < tiles) registers.fetch_pages(source, after);
+    const bool wanted = tile >= 0 && wave_first <= wave_last;
+    const int tile_class = wanted ? class_of(p, item, wave_first, wave_last, tile) : int(kTileHidden);
+    if (tile_class != kTileHidden) {
+      uint8_t* current = lds + stage * kStageBytes;
+      const int keys = s.n_keys - tile * kBlockN;
+      Scores scores;
+      score_tile(current, q, scores);
+      scale_scores(scores, p.scale);
+      if (MLA_MASK_BIASES || tile_class == kTilePartial || keys < kBlockN)
+        mask_scores(scores, p.mask, item.b, item.h, s.start + row, s.offset + tile * kBlockN, keys, s.start);
+      const float alpha = move_reference(scores, state);
+      if (any_lane(alpha != 1.0f)) {
+#pragma unroll
+        for (int d = 0; d < kVDim / 32; ++d) o[d] *= alpha;
+      }
+      u32x4 probabilities[kBlockN / 16];
+      exponentials(scores, state, probabilities);
+      weigh_values(current, probabilities, o);
+    }
+    stage ^= 1;
+    if (next >= 0 && next < tiles) registers.commit(lds + stage * kStageBytes, s.n_keys - next * kBlockN);
+    barrier();  // the stage of `tile` is read, that of `next` is written
+    tile = next;
+    next = after;
+  }
+  state.l += other_half(state.l);
+  if (row < s.new_) finish(p, item, row, state, o);
+}

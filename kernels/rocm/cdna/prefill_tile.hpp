@@ -1,0 +1,151 @@
+// One tile of keys on its way from memory to LDS: addresses, registers in flight, LDS layout, fragments for MFMA.
+//
+// LDS of one stage (byte map; two stages follow each other):
+//
+//   keys    [kBlockN][kQDepth]   16-bit, row = key: nope columns, then rope columns
+//   values  [kVDim][kBlockN]     16-bit, transposed: row = column of V, so that the keys of a sum lie side by side
+//
+// All fragments are read 16 bytes a lane (ds_read_b128), which the LDS serves eight lanes at a time, 128 bytes from 32 banks. The eight
+// lanes are either 8i..8i+7 or, by the vendor's notes, two groups of four whose numbers are {0-3, 4-7} mod 8; either way they hold eight
+// rows that differ mod 8, all at the same 16-byte chunk. A row of keys is a multiple of 128 bytes, so chunk c of row r is stored at
+// chunk c ^ (r % 8): eight rows, eight places. A row of values is 64 or 128 bytes; c ^ (r / 2 % 4) or c ^ (r % 8 ^ r / 8 % 2) does it.
+// The writes of keys (16 bytes a lane, neighbouring chunks of one row) meet no conflict; those of values (8 bytes a lane) at most one.
+//
+// Key order inside the values: the scores of 16 keys leave MFMA with keys 0-3, 8-11 in lanes 0-31 and 4-7, 12-15 in lanes 32-63
+// (four a register group). A lane's eight keys are stored side by side: block of four keys j lies at block (j % 2) * 2 + j / 2.
+#pragma once
+#include "cdna.hpp"
+#include "paged.hpp"
+#include "sequence.hpp"
+
+using Element = MLA_ELEMENT;
+constexpr int kNopeDim = MLA_NOPE_DIM, kRopeDim = 64, kQDepth = kNopeDim + kRopeDim, kVDim = MLA_V_DIM;
+constexpr int kThreads = MLA_THREADS, kWaves = kThreads / kWaveSize;
+constexpr int kRowsPerWave = 32;
+constexpr int kBlockM = kWaves * kRowsPerWave, kBlockN = MLA_BLOCK_N;
+constexpr int kChunkBytes = 16, kElementBytes = 2;
+
+constexpr int kKeyPitch = kQDepth * kElementBytes, kValuePitch = kBlockN * kElementBytes;
+constexpr int kKeysBytes = kBlockN * kKeyPitch, kValuesBytes = kVDim * kValuePitch, kStageBytes = kKeysBytes + kValuesBytes;
+static_assert(sizeof(Element) == kElementBytes, "16-bit elements");
+static_assert(kKeyPitch % 128 == 0 && (kBlockN == 32 || kBlockN == 64), "what the swizzles assume");
+
+// A row of a tensor [rows, heads, width], width contiguous; strides in bytes.
+struct HeadRows {
+  const uint8_t* data;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+MLA_DEVICE int key_place(int key, int chunk) { return key * kKeyPitch + ((chunk ^ (key & 7)) * kChunkBytes); }
+MLA_DEVICE int value_place(int column, int chunk) {
+  const int turn = kBlockN == 32 ? column >> 1 & 3 : (column & 7) ^ (column >> 3 & 1);
+  return kKeysBytes + column * kValuePitch + ((chunk ^ turn) * kChunkBytes);
+}
+
+template <typename T> MLA_DEVICE T& lds_at(uint8_t* lds, int place) { return *reinterpret_cast<T*>(lds + place); }
+
+// Where the keys of one (sequence, head) lie.
+struct KeySource {
+  const uint8_t* k;     // first key's nope columns
+  const uint8_t* v;     // first key's values
+  const uint8_t* rope;  // batched, ragged: first key's rope
+  int64_t k_stride, v_stride, rope_stride;
+  PagedRows rope_rows;     // paged
+  const int* rope_pages;   // paged: pages of the sequence
+  int offset;              // paged: position of the first key
+  int n_keys;              // > 0
+};
+
+// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key; their values become zero.
+struct TileRegisters {
+  static constexpr int kNopeChunks = kBlockN * kNopeDim / 8, kRopeChunks = kBlockN * kRopeDim / 8;
+  static constexpr int kValueBlocks = (kBlockN / 4) * (kVDim / 2);  // of 4 keys and 2 columns
+  static constexpr int kNope = ceil_div(kNopeChunks, kThreads), kRope = ceil_div(kRopeChunks, kThreads);
+  static constexpr int kValue = kValueBlocks / kThreads;
+  static_assert(kNopeChunks % kThreads == 0 && kValueBlocks % kThreads == 0, "equal shares");
+  static_assert(kRopeChunks % kThreads == 0 || kThreads % kRopeChunks == 0, "equal shares, or whole waves without one");
+
+  u32x4 nope[kNope];
+  u32x4 rope[kRope];
+  uint32_t value[kValue][4];
+  int page[kRope];  // of the rope rows of the tile after this one
+
+  MLA_DEVICE static int rope_row(int i) { return (thread_id() + i * kThreads) / (kRopeDim / 8); }
+  MLA_DEVICE static int rope_chunk(int i) { return (thread_id() + i * kThreads) % (kRopeDim / 8); }
+  MLA_DEVICE static bool has_rope() { return kRopeChunks >= kThreads || wave_id() * kWaveSize < kRopeChunks; }
+
+  // Value block i: neighbouring lanes take the two key blocks that share a 16-byte chunk.
+  struct ValueBlock { int first_key, column, place; };
+  MLA_DEVICE static ValueBlock value_block(int i) {
+    const int n = thread_id() + i * kThreads, half = n & 1, pair = (n >> 1) % (kVDim / 2), chunk = (n >> 1) / (kVDim / 2);
+    return {(chunk / 2) * 16 + (chunk % 2 + 2 * half) * 4, 2 * pair, value_place(2 * pair, chunk) + 8 * half};
+  }
+  // The same block of the odd column beside it.
+  MLA_DEVICE static int odd_place(int i) {
+    const int n = thread_id() + i * kThreads, half = n & 1, pair = (n >> 1) % (kVDim / 2), chunk = (n >> 1) / (kVDim / 2);
+    return value_place(2 * pair + 1, chunk) + 8 * half;
+  }
+
+  // Page ids of tile `tile`, ahead of `fetch`.
+  MLA_DEVICE void fetch_pages(const KeySource& source, int tile) {
+    if constexpr (MLA_ROPE_KIND == kRopePaged) {
+      if (!has_rope()) return;
+#pragma unroll
+      for (int i = 0; i < kRope; ++i)
+        page[i] = source.rope_pages[(source.offset + min(tile * kBlockN + rope_row(i), source.n_keys - 1)) / kPageSize];
+    }
+  }
+
+  MLA_DEVICE void fetch(const KeySource& source, int tile) {
+    const int first = tile * kBlockN, last = source.n_keys - 1;
+#pragma unroll
+    for (int i = 0; i < kNope; ++i) {
+      const int n = thread_id() + i * kThreads, row = n / (kNopeDim / 8), chunk = n % (kNopeDim / 8);
+      nope[i] = load_global<u32x4>(source.k + min(first + row, last) * source.k_stride + chunk * kChunkBytes);
+    }
+    if (has_rope()) {
+#pragma unroll
+      for (int i = 0; i < kRope; ++i) {
+        const int key = min(first + rope_row(i), last);
+        const uint8_t* row;
+        if constexpr (MLA_ROPE_KIND == kRopePaged)
+          row = token_row(source.rope_rows, page[i], (source.offset + key) % kPageSize);
+        else
+          row = source.rope + key * source.rope_stride;
+        rope[i] = load_global<u32x4>(row + rope_chunk(i) * kChunkBytes);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kValue; ++i) {
+      const ValueBlock block = value_block(i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        value[i][j] = load_global<uint32_t>(source.v + min(first + block.first_key + j, last) * source.v_stride +
+                                            block.column * kElementBytes);
+    }
+  }
+
+  // Into one stage of LDS. `keys`: keys of the tile that count.
+  MLA_DEVICE void commit(uint8_t* lds, int keys) const {
+#pragma unroll
+    for (int i = 0; i < kNope; ++i) {
+      const int n = thread_id() + i * kThreads;
+      lds_at<u32x4>(lds, key_place(n / (kNopeDim / 8), n % (kNopeDim / 8))) = nope[i];
+    }
+    if (has_rope()) {
+#pragma unroll
+      for (int i = 0; i < kRope; ++i) lds_at<u32x4>(lds, key_place(rope_row(i), kNopeDim / 8 + rope_chunk(i))) = rope[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kValue; ++i) {
+      const ValueBlock block = value_block(i);
+      uint32_t v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = block.first_key + j < keys ? value[i][j] : 0;
+      constexpr uint32_t kLow = 0x05040100, kHigh = 0x07060302;  // both low halves, both high halves
+      lds_at<u32x2>(lds, block.place) = {__builtin_amdgcn_perm(v[1], v[0], kLow), __builtin_amdgcn_perm(v[3], v[2], kLow)};
+      lds_at<u32x2>(lds, odd_place(i)) = {__builtin_amdgcn_perm(v[1], v[0], kHigh), __builtin_amdgcn_perm(v[3], v[2], kHigh)};
+    }
+  }
+};

@@ -1,0 +1,99 @@
+"""The ROCm kernels' compiled code, executed instruction by instruction and compared with the oracle.
+
+Not a run on AMD hardware: clang's assembly for each architecture goes through the interpreter of tests/support/amdgcn,
+launched by the backend's own entries with their own parameter blocks. The waves of a workgroup run in a random order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mla import dispatch, registry
+from mla.errors import UnsupportedError
+from tests.kernels import test_matrix as matrix
+from tests.support.hip import ARCHS, needs_clang
+from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, PREFILLS, STORES
+from tests.support.problems import Case
+from tests.support.rocm import Executor, executed, through_public_functions
+
+pytestmark = needs_clang
+CPU = torch.device("cpu")
+
+#: gfx942 runs every case of the matrix that the registry admits; what gfx90a and gfx950 run of prefill ...
+FEW = [
+    Case(),
+    Case(dtypes="fp16", mask="checkered"),
+    Case(out_dtype="fp32", lengths=EDGES, sinks=True),
+    Case(dims=(256, 256), lengths=((40, 30), (0, 33)), heads=2),
+    Case(rope="batched", chunk=(64, 64), softcap=5.0, mask="causal_bias"),
+    Case(rope="ragged", mask="windows_of_heads", page_size=1),
+    Case(csr=True, page_size=16, mask="documents", heads=2),
+]
+
+
+#: ... and of the other operations: every how many-th case.
+STRIDE = {"gfx90a": 3, "gfx942": 1, "gfx950": 3}
+
+
+def every(cases: list[Any]) -> pytest.MarkDecorator:
+    """Parametrise by architecture and case."""
+    pairs = [(arch, case) for arch in ARCHS for case in cases[:: STRIDE[arch]]]
+    return pytest.mark.parametrize(("arch", "case"), pairs, ids=str)
+
+
+def implementation(op: str) -> Any:
+    (one,) = (one for one in registry.default() if one.backend == "rocm" and one.op == op)
+    return one
+
+
+@pytest.fixture
+def executor(arch: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Executor]:
+    executor = executed(monkeypatch, arch, seed=seed)
+    through_public_functions(monkeypatch, executor)
+    fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    monkeypatch.setattr(matrix, "fp8_dtype", lambda device: fp8)
+    yield executor
+    dispatch.forget()
+
+
+def run(test: Any, executor: Executor, *arguments: Any) -> None:
+    """Run a test of the matrix; a case that the registry refuses is skipped with the reason."""
+    try:
+        test(*arguments)
+    except UnsupportedError as refusal:
+        pytest.skip(f"refused: {refusal}")
+    assert executor.stats, "nothing was executed"
+
+
+SIXTEEN_BITS = [case for case in PREFILLS if case.dtypes in ("bf16", "fp16")]
+PREFILL_CASES = [("gfx942", case) for case in SIXTEEN_BITS] + [(a, case) for a in ("gfx90a", "gfx950") for case in FEW]
+
+
+@pytest.mark.parametrize(("arch", "case"), PREFILL_CASES, ids=str)
+def test_prefill(arch: str, case: Case, executor: Executor, seed: int) -> None:
+    run(matrix.test_prefill, executor, implementation("prefill"), CPU, case, "rocm", seed)
+
+
+@every(PLANS)
+def test_plan(arch: str, case: Any, executor: Executor) -> None:
+    run(matrix.test_plan, executor, implementation("plan"), CPU, case, "rocm")
+
+
+@every(GATHERS)
+def test_gather(arch: str, case: Any, executor: Executor) -> None:
+    for known_length in (True, False):
+        run(matrix.test_gather, executor, implementation("gather"), CPU, case, known_length, "rocm")
+
+
+@every(STORES)
+def test_store(arch: str, case: Any, executor: Executor, seed: int) -> None:
+    run(matrix.test_store, executor, implementation("store"), CPU, case, "rocm", seed)
+
+
+@every(MERGES)
+def test_merge(arch: str, case: Any, executor: Executor, seed: int) -> None:
+    run(matrix.test_merge, executor, implementation("merge"), CPU, case, "rocm", seed)
