@@ -1,4 +1,4 @@
-"""Prefill on Hopper: ``sm90/prefill.cu``, TMA and wgmma, in two forms that share a call."""
+"""Prefill on Hopper: ``sm90/prefill.cu``, TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 if TYPE_CHECKING:
     from mla.backends.cuda.runtime import Kernel
 
-#: A sequence is narrow when its items of 64 rows are no more than these, two for each SM of an H200 ...
-NARROW_ITEMS = 264
-#: ... and it has no more keys than these. Both by measurement: see docs/perf-log.md.
-NARROW_KEYS = 2048
 #: Sequences of a batch whose order each block works out by itself; more are ordered by a kernel of their own.
 TABLE_SEQUENCES = 32
 _SCHEDULE_THREADS = 1024
@@ -36,10 +32,9 @@ _ENTRY_BYTES = 32
 
 @dataclass(frozen=True)
 class Tile:
-    """One form of the kernel: what ``prefill_layout.cuh`` calls its tile."""
+    """What ``prefill_layout.cuh`` calls its tile: one consumer warpgroup for each of `row_groups` blocks of 64 query rows."""
 
-    warpgroups: int
-    sharing: int
+    row_groups: int
     block_n: int
     stages_k: int
     stages_v: int
@@ -47,29 +42,21 @@ class Tile:
     producer_registers: int
 
     @property
-    def block_m(self) -> int:
-        return 64 * self.warpgroups // self.sharing
-
-    @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return 128 * (self.row_groups + 1)
 
     def shared_bytes(self, dims: tuple[int, int]) -> int:
         """Dynamic shared memory of a block; the device asserts the same sum."""
         q_depth, v_head_dim = dims
-        row_groups = self.warpgroups // self.sharing
-        rows = 2 * (row_groups * 64 + self.stages_k * self.block_n) * q_depth
+        rows = 2 * (self.row_groups * 64 + self.stages_k * self.block_n) * q_depth
         values = 2 * self.stages_v * self.block_n * v_head_dim
-        merge = self.warpgroups * 128 * (v_head_dim // 4 + 4) * 4 if self.sharing > 1 else 0
-        items = (2 * row_groups + 1) * 48
-        table = ((TABLE_SEQUENCES + 1) * _ENTRY_BYTES) // 16 * 16 + 16
-        barriers = 2 * row_groups + 3 * self.stages_k + 2 * self.stages_v
-        return 1024 + rows + values + merge + items + table + self.stages_k * (16 + 8) + 8 * barriers
+        items = 3 * self.row_groups * 48
+        table = (TABLE_SEQUENCES + 1) * _ENTRY_BYTES
+        barriers = 2 * self.row_groups + 3 * self.stages_k + 2 * self.stages_v
+        return 1024 + rows + values + items + table + self.stages_k * (16 + 8) + 8 * barriers
 
     def defines(self) -> tuple[tuple[str, int], ...]:
         return (
-            ("MLA_WARPGROUPS", self.warpgroups),
-            ("MLA_SHARING", self.sharing),
             ("MLA_BLOCK_N", self.block_n),
             ("MLA_STAGES_K", self.stages_k),
             ("MLA_STAGES_V", self.stages_v),
@@ -78,24 +65,23 @@ class Tile:
         )
 
 
-_NARROW = Tile(2, 2, 64, 4, 4, 216, 72)
-_WIDE = Tile(3, 1, 128, 2, 1, 160, 32)
+_TILE = Tile(3, 128, 2, 1, 160, 32)
 #: Softcap and bias take more registers than three warpgroups leave each thread.
-_WIDE_FEATURES = Tile(2, 1, 128, 2, 2, 216, 72)
-_WIDE_256 = Tile(2, 1, 64, 2, 2, 216, 72)
+_TILE_FEATURES = Tile(2, 128, 2, 2, 216, 72)
+_TILE_256 = Tile(2, 64, 2, 2, 216, 72)
 
 
-def tiles_of(problem: Problem) -> tuple[Tile, ...]:
-    """Return the forms of a problem: the wide one, and the narrow one where there is one."""
+def tile_of(problem: Problem) -> Tile:
+    """Return the tile of a problem: by dims and features alone, so that a sequence's results depend on nothing else."""
     if problem.dims == (256, 256):
-        return (_WIDE_256,)
-    return (_WIDE_FEATURES if problem.features & {"softcap", "bias"} else _WIDE, _NARROW)
+        return _TILE_256
+    return _TILE_FEATURES if problem.features & {"softcap", "bias"} else _TILE
 
 
 class ScheduleParams(Structure):
     """Parameter block of ``sm90/prefill_schedule.cu``."""
 
-    _fields_ = [("sequences", SequenceArgs), ("tables", c_void_p * 2), ("batch", c_int), ("heads", c_int)]
+    _fields_ = [("sequences", SequenceArgs), ("table", c_void_p), ("batch", c_int), ("heads", c_int), ("grid", c_int)]
 
 
 class PrefillParams(Structure):
@@ -125,8 +111,6 @@ class PrefillParams(Structure):
             ("softcap_logit", c_float),
             ("batch", c_int),
             ("heads", c_int),
-            ("claim_first", c_int),
-            ("wait_first", c_int),
         ]
     )
 
@@ -150,8 +134,9 @@ class Variant:
     scale_scores: bool
 
 
-def variant_of(problem: Problem, block_n: int, *, chunked: bool, positive_scale: bool) -> Variant:
+def variant_of(problem: Problem, *, chunked: bool, positive_scale: bool) -> Variant:
     """Choose the variant: ``chunked`` when keys may begin inside a page."""
+    block_n = tile_of(problem).block_n
     scale_scores = not positive_scale or bool(problem.features & {"softcap", "bias"})
     if problem.rope != "paged":
         return Variant(block_n, False, scale_scores)
@@ -165,27 +150,23 @@ def _comparisons(program: MaskProgram) -> int:
 
 
 def _shape_defines(problem: Problem) -> tuple[tuple[str, int | str], ...]:
-    tiles = tiles_of(problem)
     rope_kind = ("paged", "batched", "ragged").index(problem.rope or "paged")
     return (
         ("MLA_ROPE_KIND", rope_kind),
         ("MLA_NOPE_DIM", problem.qk_nope_head_dim),
         ("MLA_V_DIM", problem.v_head_dim),
-        ("MLA_WIDE_BLOCK_M", tiles[0].block_m),
-        ("MLA_NARROW_BLOCK_M", tiles[1].block_m if len(tiles) > 1 else 0),
-        ("MLA_NARROW_ITEMS", NARROW_ITEMS),
-        ("MLA_NARROW_KEYS", NARROW_KEYS),
+        ("MLA_ROW_GROUPS", tile_of(problem).row_groups),
     )
 
 
 @functools.lru_cache(maxsize=512)
-def prefill_spec(problem: Problem, tile: Tile, variant: Variant, *, programmatic: bool) -> KernelSpec:
-    """Describe the prefill kernel of one form."""
+def prefill_spec(problem: Problem, variant: Variant, *, programmatic: bool) -> KernelSpec:
+    """Describe the prefill kernel; ``programmatic``: as launched behind the kernel that orders a large batch."""
     assert problem.mask is not None
-    form = "wide" if tile.sharing == 1 else "narrow"
+    tile = tile_of(problem)
     features = sorted(problem.features & {"lse", "sinks", "softcap", "bias"})
     parts = [
-        f"prefill.wgmma.{form}.{problem.dtypes}_{problem.out_dtype}.d{problem.dims[0]}x{problem.dims[1]}.{problem.rope}",
+        f"prefill.wgmma.{problem.dtypes}_{problem.out_dtype}.d{problem.dims[0]}x{problem.dims[1]}.{problem.rope}",
         f"p{problem.page_size}b{variant.rope_box}{'g' if variant.rope_gather else ''}",
         "-".join(features) or "plain",
         *(["scaled"] if variant.scale_scores else []),
@@ -220,19 +201,10 @@ def prefill_spec(problem: Problem, tile: Tile, variant: Variant, *, programmatic
 
 def schedule_spec(problem: Problem) -> KernelSpec:
     """Describe the kernel that orders the sequences of a large batch."""
-    name = f"prefill.schedule.d{problem.dims[0]}x{problem.dims[1]}.{problem.rope}"
+    name = f"prefill.schedule.d{problem.dims[0]}x{problem.dims[1]}g{tile_of(problem).row_groups}.{problem.rope}"
     return KernelSpec(
         name, "sm90/prefill_schedule.cu", "mla_prefill_schedule", ScheduleParams, _SCHEDULE_THREADS, defines=_shape_defines(problem)
     )
-
-
-@dataclass(frozen=True)
-class _Form:
-    """One form's kernel as a call launches it: alone, or behind the grid ahead of it."""
-
-    tile: Tile
-    kernel: Kernel
-    overlapped: Kernel
 
 
 class PrefillSm90:
@@ -263,96 +235,65 @@ class PrefillSm90:
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
-        """Return the kernels of one problem at a positive scale: each form, for whole sequences and for chunks."""
+        """Return the kernels of one problem at a positive scale: for whole sequences and for chunks."""
         specs = {schedule_spec(problem): None}
-        for tile in tiles_of(problem):
-            for chunked in (False, True):
-                variant = variant_of(problem, tile.block_n, chunked=chunked, positive_scale=True)
-                specs[prefill_spec(problem, tile, variant, programmatic=False)] = None
+        for chunked in (False, True):
+            variant = variant_of(problem, chunked=chunked, positive_scale=True)
+            specs[prefill_spec(problem, variant, programmatic=False)] = None
         return tuple(specs)
 
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:  # noqa: N803  (the specification's names)
         """Return the bytes of the order of work of a large batch; small ones need none."""
-        return len(tiles_of(problem)) * _table_bytes(B) if B > TABLE_SEQUENCES else 0
+        return (B + 1) * _ENTRY_BYTES if B > TABLE_SEQUENCES else 0
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
         """Compile and load for whole sequences or chunks as calls ask for them; the result launches."""
-        tiles = tiles_of(problem)
+        block_n = tile_of(problem).block_n
         softcapped = "softcap" in problem.features
-        blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
 
         @functools.cache
-        def forms(chunked: bool, positive_scale: bool) -> tuple[_Form, ...]:
-            made = []
-            for tile in tiles:
-                variant = variant_of(problem, tile.block_n, chunked=chunked, positive_scale=positive_scale)
-                made.append(
-                    _Form(
-                        tile,
-                        *(runtime.load(prefill_spec(problem, tile, variant, programmatic=p), device) for p in (False, True)),
-                    )
-                )
-            return tuple(made)
+        def kernel(chunked: bool, positive_scale: bool, programmatic: bool) -> Kernel:
+            variant = variant_of(problem, chunked=chunked, positive_scale=positive_scale)
+            return runtime.load(prefill_spec(problem, variant, programmatic=programmatic), device)
 
         @functools.cache
         def schedule() -> Kernel:
             return runtime.load(schedule_spec(problem), device)
 
-        forms(False, True)
+        kernel(False, True, False)
 
         def run(args: PrefillArgs) -> None:
             rows, heads = args.q.shape[:2]
             batch = args.cu_seqlens_q.shape[0] - 1
-            keys = args.k.shape[0]
             if rows == 0 or batch == 0:
                 return
-            variants = forms(args.cache_offsets is not None, args.softmax_scale > 0.0)
-            narrow_possible = len(tiles) > 1 and heads <= NARROW_ITEMS
-            all_narrow = narrow_possible and -(-rows // 64) * heads <= NARROW_ITEMS and keys <= NARROW_KEYS
-            used = variants[1:] if all_narrow else variants if narrow_possible else variants[:1]
-
-            block = _params(args, heads, batch, softcapped)
-            behind = False  # a grid of this call is ahead in the stream
-            tables: list[int | None] = [None, None]
-            if batch > TABLE_SEQUENCES:
-                need = PrefillSm90.workspace_bytes(problem, T=rows, L=keys, B=batch, H=heads)
+            grid = min(processors, (-(-rows // 64) + batch) * heads)
+            block = _params(args, heads, batch, block_n, softcapped)
+            ordered = batch > TABLE_SEQUENCES
+            if ordered:
+                need = PrefillSm90.workspace_bytes(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
                 workspace = args.workspace
                 if workspace is None:
                     workspace = torch.empty(need, dtype=torch.uint8, device=args.q.device)
-                tables = [workspace.data_ptr() + i * _table_bytes(batch) for i in range(len(tiles))]
-                order = ScheduleParams(block.sequences, (c_void_p * 2)(*tables), batch, heads)
-                schedule().launch(order, len(tiles))
-                behind = True
-            counters = _counters(args.q.device)
-            for index, form in enumerate(used):
-                tile = form.tile
-                is_narrow = tile.sharing > 1
-                second = index > 0
-                block.k, block.v, block.rope = _key_maps(args, tile.block_n, block.q)
-                block.table = tables[is_narrow]
-                block.counters = counters.data_ptr() + 8 * is_narrow
-                block.claim_first = second
-                block.wait_first = behind and not second
-                kernel = form.overlapped if behind or second else form.kernel
-                kernel.launch(block, min(blocks, (-(-rows // tile.block_m) + batch) * heads))
+                block.table = workspace.data_ptr()
+                schedule().launch(ScheduleParams(block.sequences, block.table, batch, heads, grid), 1)
+            kernel(args.cache_offsets is not None, args.softmax_scale > 0.0, ordered).launch(block, grid)
 
         return run
 
 
-def _table_bytes(batch: int) -> int:
-    return (batch + 1) * _ENTRY_BYTES
-
-
-def _params(args: PrefillArgs, heads: int, batch: int, softcapped: bool) -> PrefillParams:
-    """Fill in what both forms of a call share."""
+def _params(args: PrefillArgs, heads: int, batch: int, block_n: int, softcapped: bool) -> PrefillParams:
+    """Fill in the parameter block, apart from the table."""
     logit_scale = args.softmax_scale * math.log2(math.e)
     block = PrefillParams()
     q, output, lse = args.q, args.output, args.lse
     block.q = tensor_map(
         q.data_ptr(), q.dtype, (q.shape[2], heads, q.shape[0]), (2 * q.stride(1), 2 * q.stride(0)), (64, 1, 64)
     )
+    block.k, block.v, block.rope = _key_maps(args, block_n, block.q)
     block.sequences = params.sequence_args(args)
     if args.cache is not None:
         block.page_table = params.page_table(args.cache)
@@ -369,6 +310,7 @@ def _params(args: PrefillArgs, heads: int, batch: int, softcapped: bool) -> Pref
         block.softcap_scale = 2.0 * logit_scale / args.softcap
         block.softcap_logit = args.softcap * math.log2(math.e)
     block.batch, block.heads = batch, heads
+    block.counters = _counters(q.device).data_ptr()
     return block
 
 
@@ -406,11 +348,11 @@ _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    """Return two zeroed counters for each form. Kernels leave them zero, so one set serves a stream; a graph has its own."""
+    """Return two zeroed counters. Kernels leave them zero, so one set serves a stream; a graph has its own."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     counters = _stream_counters.get(key)
     if counters is None:
-        counters = _stream_counters[key] = torch.zeros(4, dtype=torch.int32, device=device)
+        counters = _stream_counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return counters

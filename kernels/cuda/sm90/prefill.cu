@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
     constexpr int kWarps = 4;  // arrivals of a warpgroup
     for (int group = 0; group < kRowGroups; group++) {
       mbarrier_init(shared.q_full(group), 1);
-      mbarrier_init(shared.q_empty(group), kWarps * kSharing);
+      mbarrier_init(shared.q_empty(group), kWarps);
     }
     for (int stage = 0; stage < kStagesK; stage++) {
       mbarrier_init(shared.k_full(stage), 1 + kRopeGather);
@@ -31,10 +31,9 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
     fence_proxy_async_shared();
   }
   __syncthreads();
-  if (params.wait_first) griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();  // for the table, where a grid of this call writes it
 
-  if (warpgroup == kWarpgroups) {
+  if (warpgroup == kRowGroups) {
     setmaxnreg_dec<MLA_PRODUCER_REGISTERS>();
     const int warp = (threadIdx.x - kConsumerThreads) / 32;
     if (warp == 0) produce(params, shared);
@@ -43,5 +42,4 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
     setmaxnreg_inc<MLA_CONSUMER_REGISTERS>();
     consume(params, shared, warpgroup);
   }
-  if (!params.wait_first) griddepcontrol_wait();  // this grid ends after the one it overlaps, as the stream's order promises
 }

@@ -7,17 +7,16 @@
 struct Consumer {
   const PrefillParams& p;
   const Shared& shared;
-  const int warpgroup, group;  // the row group it works for
-  const int thread, lane;      // in the warpgroup, in the warp
-  const int row;               // its first row in the item; the other is 8 below
+  const int group;         // the row group it works for
+  const int thread, lane;  // in the warpgroup, in the warp
+  const int row;           // its first row in the item; the other is 8 below
   Ring<kStagesK> k;
   Ring<kStagesV> v;
   const Item* item;
 
-  MLA_DEVICE Consumer(const PrefillParams& p_, const Shared& shared_, int warpgroup_)
-      : p(p_), shared(shared_), warpgroup(warpgroup_), group(warpgroup_ / kSharing), thread(threadIdx.x & 127),
-        lane(threadIdx.x & 31), row(group * kRowsPerGroup + thread / 32 * 16 + lane / 4),
-        k{warpgroup_ % kSharing, 0}, v{warpgroup_ % kSharing, 0}, item(nullptr) {}
+  MLA_DEVICE Consumer(const PrefillParams& p_, const Shared& shared_, int group_)
+      : p(p_), shared(shared_), group(group_), thread(threadIdx.x & 127), lane(threadIdx.x & 31), row(thread / 32 * 16 + lane / 4),
+        k{0}, v{0}, item(nullptr) {}
 
   MLA_DEVICE float scale() const { return kScaleScores ? 1.0f : p.logit_scale; }
   MLA_DEVICE void release(uint32_t barrier) const {
@@ -27,19 +26,19 @@ struct Consumer {
   // One key tile, of which the first W keys are looked at; returns the class of the next one.
   template <bool kMasked, int W> MLA_DEVICE uint32_t step(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
     float s[W / 2];
-    mbarrier_wait_parity(shared.k_full(k.stage), k.phase);
+    mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
     wgmma_fence();
-    const uint64_t q_at = wgmma_descriptor(shared.q(group), 16, 1024), k_at = wgmma_descriptor(shared.k(k.stage), 16, 1024);
+    const uint64_t q_at = wgmma_descriptor(shared.q(group), 16, 1024), k_at = wgmma_descriptor(shared.k(k.stage()), 16, 1024);
 #pragma unroll
     for (int i = 0; i < 4 * kQkBlocks; i++)
       wgmma_ss<Element, W>(s, q_at + descriptor_step(i / 4 * kQBlockBytes + i % 4 * 32),
                            k_at + descriptor_step(i / 4 * kKeyBlockBytes + i % 4 * 32), i > 0);
     wgmma_commit_group();
-    const uint32_t tag = *shared.tag(k.stage);
+    const uint32_t tag = *shared.tag(k.stage());
     wgmma_wait_group<0>();
-    release(shared.k_empty(k.stage));
-    k.advance(kSharing);
-    const uint32_t next = tag >> (kTileBits + kClassBits * group) & kClassMask;
+    release(shared.k_empty(k.stage()));
+    k.advance();
+    const uint32_t next = class_in(tag >> kTileBits, group);
     if (next == kEnd) release(shared.q_empty(group));
 
     const int first = int(tag & ((1u << kTileBits) - 1)) * kBlockN;
@@ -57,55 +56,55 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < W / 4; i++) probability[i] = cvt_rn_x2<Element>(s[2 * i], s[2 * i + 1]);
 
-    mbarrier_wait_parity(shared.v_full(v.stage), v.phase);
+    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
     if constexpr (kMasked) clear_v_past(item->n_keys - first);
     wgmma_fence();
-    const uint64_t v_at = wgmma_descriptor(shared.v(v.stage), kKeyBlockBytes, 1024);
+    const uint64_t v_at = wgmma_descriptor(shared.v(v.stage()), kKeyBlockBytes, 1024);
 #pragma unroll
     for (int i = 0; i < W / 16; i++)
       wgmma_rs<Element, MLA_V_DIM>(o, probability[4 * i], probability[4 * i + 1], probability[4 * i + 2], probability[4 * i + 3],
                                    v_at + descriptor_step(i * 16 * kSwizzleBytes));
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    release(shared.v_empty(v.stage));
-    v.advance(kSharing);
+    release(shared.v_empty(v.stage()));
+    v.advance();
     return next;
   }
 
   // Rows of V past the last key may hold anything, and 0 * NaN is NaN. Every warpgroup writes the same zeros, so each orders only itself.
   MLA_DEVICE void clear_v_past(int keys) const {
     if (keys >= kBlockN) return;
-    uint8_t* rows = shared.v_bytes(v.stage) + keys * kSwizzleBytes;
+    uint8_t* rows = shared.v_bytes(v.stage()) + keys * kSwizzleBytes;
     for (int i = thread; i < (kBlockN - keys) * (kSwizzleBytes / 16); i += 128)
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
         *reinterpret_cast<uint4*>(rows + block * kKeyBlockBytes + i * 16) = make_uint4(0, 0, 0, 0);
     fence_proxy_async_shared();
-    bar_sync(kBarrierWarpgroup + warpgroup, 128);
+    bar_sync(kBarrierWarpgroup + group, 128);
   }
 
   // A tile of which this warpgroup sees nothing.
   MLA_DEVICE uint32_t skip() {
-    mbarrier_wait_parity(shared.k_full(k.stage), k.phase);
-    const uint32_t next = *shared.tag(k.stage) >> (kTileBits + kClassBits * group) & kClassMask;
+    mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+    const uint32_t next = class_in(*shared.tag(k.stage()) >> kTileBits, group);
     __syncwarp();
-    release(shared.k_empty(k.stage));
-    k.advance(kSharing);
+    release(shared.k_empty(k.stage()));
+    k.advance();
     if (next == kEnd) release(shared.q_empty(group));
-    mbarrier_wait_parity(shared.v_full(v.stage), v.phase);
-    release(shared.v_empty(v.stage));
-    v.advance(kSharing);
+    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
+    release(shared.v_empty(v.stage()));
+    v.advance();
     return next;
   }
 };
 
-MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int warpgroup) {
-  Consumer consumer(p, shared, warpgroup);
+MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group) {
+  Consumer consumer(p, shared, group);
   uint32_t q_phase = 0;
 #pragma unroll 1
   while (true) {
-    mbarrier_wait_parity(shared.q_full(consumer.group), q_phase);
-    consumer.item = shared.item(consumer.group, q_phase);
+    mbarrier_wait_parity(shared.q_full(group), q_phase);
+    consumer.item = shared.item(group, q_phase);
     q_phase ^= 1;
     if (consumer.item->q_row < 0) break;
     float o[MLA_V_DIM / 2];
@@ -113,15 +112,14 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int warpgr
     for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] = 0.0f;
     RowSums sums{{-infinity(), -infinity()}, {0.0f, 0.0f}};
 
-    uint32_t type = consumer.item->first_class >> (kClassBits * warpgroup) & kClassMask;
-    if (type == kEnd) consumer.release(shared.q_empty(consumer.group));
+    uint32_t type = consumer.item->first_class;
+    if (type == kEnd) consumer.release(shared.q_empty(group));
     while (type != kEnd) {
       while (type == kVisible) type = consumer.template step<false, kBlockN>(o, sums);
       if (type == kPartial) type = consumer.template step<true, kBlockN>(o, sums);
       if (type == kHidden) type = consumer.skip();
-      if constexpr (kHalfTiles)
-        if (type == kHalf) type = consumer.template step<true, kBlockN / 2>(o, sums);
+      if (type == kHalf) type = consumer.template step<true, kBlockN / 2>(o, sums);
     }
-    finish_item(p, shared, *consumer.item, warpgroup, consumer.row, o, sums, consumer.scale());
+    finish_item(p, *consumer.item, consumer.row, o, sums, consumer.scale());
   }
 }

@@ -1,7 +1,7 @@
 // What every role of the sm_90a prefill kernel shares: tile sizes, parameters, work items and the plan of shared memory.
 //
 // The host defines: MLA_ELEMENT (bf16 | fp16), MLA_OUTPUT (the same or float), MLA_NOPE_DIM, MLA_V_DIM, MLA_ROPE_KIND, MLA_PAGE_SIZE,
-// MLA_ROPE_BOX, MLA_ROPE_GATHER, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES and the tile: MLA_WARPGROUPS, MLA_SHARING, MLA_BLOCK_N,
+// MLA_ROPE_BOX, MLA_ROPE_GATHER, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES and the tile: MLA_ROW_GROUPS, MLA_BLOCK_N,
 // MLA_STAGES_K, MLA_STAGES_V, MLA_CONSUMER_REGISTERS, MLA_PRODUCER_REGISTERS. "mask.cuh" is generated from the mask's program.
 #pragma once
 #include "sequence.cuh"
@@ -16,19 +16,12 @@ using Output = MLA_OUTPUT;
 // ---- tiles ------------------------------------------------------------------------------------------------------------------------
 
 constexpr int kRopeDim = 64;
-constexpr int kWarpgroups = MLA_WARPGROUPS;          // consumers, 64 query rows each
-constexpr int kSharing = MLA_SHARING;                // consumers that share 64 rows and take every kSharing-th key tile
-constexpr int kRowGroups = kWarpgroups / kSharing;   // blocks of 64 query rows of an item
-constexpr int kRowsPerGroup = 64;
-constexpr int kBlockN = MLA_BLOCK_N;                 // keys of a tile
+constexpr int kBlockN = MLA_BLOCK_N;                // keys of a tile
 constexpr int kStagesK = MLA_STAGES_K, kStagesV = MLA_STAGES_V;
-constexpr bool kHalfTiles = kSharing == 1;           // a tile whose second half is hidden costs half
-constexpr int kConsumerThreads = 128 * kWarpgroups;
+constexpr int kConsumerThreads = 128 * kRowGroups;  // one warpgroup for each row group of an item
 
-static_assert(kRowGroups * kRowsPerGroup == (MLA_SHARING > 1 ? kNarrowBlockM : kWideBlockM), "the schedule counts other tiles");
-static_assert(kSharing <= 2 && kStagesK % kSharing == 0 && kStagesV % kSharing == 0, "a warpgroup's stages recur");
-static_assert(MLA_WARPGROUPS * MLA_CONSUMER_REGISTERS + MLA_PRODUCER_REGISTERS <=
-                  65536 / MLA_THREADS / 8 * 8 * (MLA_WARPGROUPS + 1), "setmaxnreg would wait for ever");
+static_assert(kRowGroups * MLA_CONSUMER_REGISTERS + MLA_PRODUCER_REGISTERS <=
+                  65536 / MLA_THREADS / 8 * 8 * (kRowGroups + 1), "setmaxnreg would wait for ever");
 
 // Rope rows come in TMA boxes of kRopeBox rows (0: never), or are gathered row by row where pages or a chunk's start do not allow it.
 constexpr int kRopeBox = MLA_ROPE_BOX;
@@ -52,7 +45,7 @@ struct PrefillParams {
   float* lse;
   const float* sinks;
   const ScheduleEntry* table;  // null: every block makes its own
-  int* counters;               // [2] zero before and after the launch: items claimed, blocks ended
+  int* counters;               // [2] zero before and after the launch: items claimed, thread blocks ended
   int64_t output_stride_t, output_stride_h;
   int64_t lse_stride_t, lse_stride_h;
   float logit_scale;           // softmax_scale * log2(e)
@@ -60,24 +53,22 @@ struct PrefillParams {
   float softcap_logit;         // softcap * log2(e)
   int batch;
   int heads;
-  int claim_first;             // blocks start at different times: the first item is claimed too
-  int wait_first;              // the table is written by the grid ahead in the stream
 };
 
 // ---- work items -------------------------------------------------------------------------------------------------------------------
 
-// Query rows of one head of one sequence, as the producer hands them to a row group.
+// A block of query rows of one head of one sequence, as the producer hands it to a row group.
 struct alignas(16) Item {
-  int q_row;     // first row of q; negative: no more items
-  int rows;      // query rows of the item
+  int q_row;             // first row of q; negative: no more items
+  int rows;              // 0 to 64
+  int q_position;        // of the first row
   int head;
   int sequence;
-  int q_position;        // of the first row
-  int k_position;        // of key 0
-  int n_keys;
   int start;             // position of the sequence's first query
   int k_row;             // row of k and v of key 0
-  uint32_t first_class;  // TileClass of the first tile of each warpgroup, 4 bits each
+  int k_position;        // of key 0
+  int n_keys;
+  uint32_t first_class;  // TileClass of the first tile
 };
 
 // What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.
@@ -85,6 +76,7 @@ enum TileClass : uint32_t { kHidden = kTileHidden, kPartial = kTilePartial, kVis
 constexpr int kClassBits = 4;
 constexpr uint32_t kClassMask = (1 << kClassBits) - 1;
 constexpr uint32_t kEndOfAll = 0x444;
+MLA_DEVICE uint32_t class_in(uint32_t code, int row_group) { return code >> (kClassBits * row_group) & kClassMask; }
 
 // A K stage is tagged with its tile and the class of the tile after it, for each row group.
 constexpr int kTileBits = 20;
@@ -110,18 +102,15 @@ constexpr int kQBytes = kQkBlocks * kQBlockBytes;                   // of one ro
 constexpr int kKBytes = kQkBlocks * kKeyBlockBytes;
 constexpr int kVBytes = kVBlocks * kKeyBlockBytes;
 constexpr int kRopeBytes = kKeyBlockBytes;
-constexpr int kMergeBytes = kSharing > 1 ? kWarpgroups * 128 * (MLA_V_DIM / 4 + 4) * 4 : 0;   // half of O, m and l of each thread
 
 constexpr int kOffsetQ = 0;
 constexpr int kOffsetK = kOffsetQ + kRowGroups * kQBytes;
 constexpr int kOffsetV = kOffsetK + kStagesK * kKBytes;
-constexpr int kOffsetMerge = kOffsetV + kStagesV * kVBytes;
-constexpr int kOffsetItems = kOffsetMerge + kMergeBytes;                        // two buffers a row group
-constexpr int kOffsetDraft = kOffsetItems + 2 * kRowGroups * int(sizeof(Item));  // the producer's
-constexpr int kOffsetTable = kOffsetDraft + int(sizeof(Item));
+constexpr int kOffsetItems = kOffsetV + kStagesV * kVBytes;                     // by row group: two buffers and the producer's draft
+constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetTags = kOffsetJobs + kStagesK * int(sizeof(RopeJob));
-constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;
+constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;  // words
 constexpr int kBarriers = 2 * kRowGroups + 3 * kStagesK + 2 * kStagesV;
 constexpr int kAlignment = 1024;                                                // of swizzle atoms
 static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetBarriers + 8 * kBarriers, "the host counts other bytes");
@@ -140,13 +129,10 @@ struct Shared {
   MLA_DEVICE uint32_t k(int stage) const { return base + kOffsetK + stage * kKBytes; }
   MLA_DEVICE uint32_t v(int stage) const { return base + kOffsetV + stage * kVBytes; }
   MLA_DEVICE uint8_t* v_bytes(int stage) const { return bytes + kOffsetV + stage * kVBytes; }
-  MLA_DEVICE float4* merge(int warpgroup) const {
-    return reinterpret_cast<float4*>(bytes + kOffsetMerge) + warpgroup * (kMergeBytes / kWarpgroups / 16);
-  }
   MLA_DEVICE Item* item(int group, int buffer) const {
-    return reinterpret_cast<Item*>(bytes + kOffsetItems) + 2 * group + buffer;
+    return reinterpret_cast<Item*>(bytes + kOffsetItems) + buffer * kRowGroups + group;
   }
-  MLA_DEVICE Item* draft() const { return reinterpret_cast<Item*>(bytes + kOffsetDraft); }
+  MLA_DEVICE Item* draft() const { return item(0, 2); }  // [kRowGroups]
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
   MLA_DEVICE RopeJob* job(int stage) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + stage; }
   MLA_DEVICE volatile uint32_t* tag(int stage) const {
@@ -168,17 +154,13 @@ struct Shared {
 };
 
 // Named barriers; 0 is __syncthreads.
-enum NamedBarrier { kBarrierMerge = 1, kBarrierWarpgroup = 2 };  // kBarrierWarpgroup + i: the threads of consumer i
+constexpr int kBarrierWarpgroup = 1;  // + i: the threads of consumer i
 
-// A position in a ring of stages. A producer starts with phase 1: the first wait for an empty slot passes.
+// A position in a ring of stages. A producer starts one round ahead: its first wait for an empty slot passes.
 template <int STAGES> struct Ring {
-  int stage;
-  uint32_t phase;
-  MLA_DEVICE void advance(int steps) {
-    stage += steps;
-    if (stage >= STAGES) {
-      stage -= STAGES;
-      phase ^= 1;
-    }
-  }
+  static_assert((STAGES & (STAGES - 1)) == 0, "one counter gives stage and phase");
+  uint32_t count;
+  MLA_DEVICE int stage() const { return count % STAGES; }
+  MLA_DEVICE uint32_t phase() const { return count / STAGES % 2; }
+  MLA_DEVICE void advance() { count++; }
 };

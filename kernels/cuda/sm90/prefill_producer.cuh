@@ -14,40 +14,38 @@ struct ClassedTile {
   uint32_t code;
 };
 
-// Class of keys [first, end) of an item for one row group.
-MLA_DEVICE uint32_t class_of_keys(const PrefillParams& p, const Item& item, int q_low, int q_high, int first, int end) {
-  return mask_tile_class(p.mask, item.sequence, item.head, q_low, q_high, item.k_position + first, item.k_position + end - 1);
+// Class of keys [first, end) for one row group.
+MLA_DEVICE uint32_t class_of_keys(const PrefillParams& p, const Item& item, int first, int end) {
+  return mask_tile_class(p.mask, item.sequence, item.head, item.q_position, item.q_position + item.rows - 1, item.k_position + first,
+                         item.k_position + end - 1);
 }
 
-MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item& item, int tile) {
+// Classes of a tile for all row groups.
+MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int tile) {
   const int first = tile * kBlockN, middle = first + kBlockN / 2, past = first + kBlockN;
-  const int end = past < item.n_keys ? past : item.n_keys;
+  const int end = past < items->n_keys ? past : items->n_keys;
   uint32_t code = 0;
 #pragma unroll 1
   for (int group = 0; group < kRowGroups; group++) {
-    const int rows = item.rows - group * kRowsPerGroup;
-    if (rows <= 0 || first >= end) break;
-    const int q_low = item.q_position + group * kRowsPerGroup;
-    const int q_high = q_low + (rows < kRowsPerGroup ? rows : kRowsPerGroup) - 1;
-    uint32_t type = class_of_keys(p, item, q_low, q_high, first, end);
+    const Item& item = items[group];
+    if (item.rows <= 0 || first >= end) continue;
+    uint32_t type = class_of_keys(p, item, first, end);
     if (type == kVisible && end < past) type = kPartial;
-    if (kHalfTiles && type == kPartial &&
-        (middle >= end || class_of_keys(p, item, q_low, q_high, middle, end) == kHidden))
-      type = kHalf;
+    if (type == kPartial && (middle >= end || class_of_keys(p, item, middle, end) == kHidden)) type = kHalf;
     code |= type << (kClassBits * group);
   }
   return code;
 }
 
-MLA_DEVICE void class_chunk(const PrefillParams& p, const Item& item, TileWalk& walk) {
-  walk.code = class_tile(p, item, walk.chunk * 32 + (threadIdx.x & 31));
+MLA_DEVICE void class_chunk(const PrefillParams& p, const Item* items, TileWalk& walk) {
+  walk.code = class_tile(p, items, walk.chunk * 32 + (threadIdx.x & 31));
   walk.pending = __ballot_sync(~0u, walk.code != 0);
 }
-MLA_DEVICE ClassedTile next_tile(const PrefillParams& p, const Item& item, TileWalk& walk) {
+MLA_DEVICE ClassedTile next_tile(const PrefillParams& p, const Item* items, TileWalk& walk) {
   while (walk.pending == 0) {
     if (walk.chunk == 0) return {-1, kEndOfAll};
     walk.chunk--;
-    class_chunk(p, item, walk);
+    class_chunk(p, items, walk);
   }
   const int top = 31 - __clz(walk.pending);
   walk.pending &= ~(1u << top);
@@ -59,46 +57,53 @@ constexpr int kBox = kRopeBox > 0 ? kRopeBox : kBlockN;
 struct Producer {
   const PrefillParams& p;
   const Shared& shared;
-  Item& item;  // at hand; in shared memory, because the warp has few registers
-  Ring<kStagesK> k{0, 1};
-  Ring<kStagesV> v{0, 1};
+  Item* items;  // at hand, one a row group; in shared memory, because the warp has few registers
+  Ring<kStagesK> k{kStagesK};
+  Ring<kStagesV> v{kStagesV};
   uint32_t q_phase = 1;  // its complement is the buffer of the item slots
 
   MLA_DEVICE int lane() const { return threadIdx.x & 31; }
   MLA_DEVICE bool lead() const { return lane() == 0; }
   // Rope rows come by TMA: the boxes of tiles that begin at the first key lie within pages.
-  MLA_DEVICE bool rope_boxes() const { return !kRopeGather || (kRopeBox > 0 && item.k_position % kBox == 0); }
+  MLA_DEVICE bool rope_boxes() const { return !kRopeGather || (kRopeBox > 0 && items->k_position % kBox == 0); }
 
-  MLA_DEVICE void take(const ScheduleEntry& entry, int index) {
-    const int tiles = ceil_div(entry.new_, kRowGroups * kRowsPerGroup);
+  // Fills in the items, a lane each.
+  MLA_DEVICE void take(const ScheduleEntry& entry, int index, Grouping grouping) {
+    const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
     const TilePosition at = tile_position(index - entry.first_item, tiles, entry.n_keys, p.heads);
-    const int row = at.tile * kRowGroups * kRowsPerGroup, left = entry.new_ - row;
-    if (lead()) {
-      item.q_row = entry.q_begin + row;
-      item.rows = left < kRowGroups * kRowsPerGroup ? left : kRowGroups * kRowsPerGroup;
+    if (lane() < kRowGroups) {
+      const int block = block_of(lane(), at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup, left = entry.new_ - row;
+      Item& item = items[lane()];
+      item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
+      item.rows = block < 0 || left < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
+      item.q_position = entry.start + row;
       item.head = at.head;
       item.sequence = entry.sequence;
-      item.q_position = entry.start + row;
-      item.k_position = entry.offset;
-      item.n_keys = entry.n_keys;
       item.start = entry.start;
       item.k_row = entry.k_begin;
+      item.k_position = entry.offset;
+      item.n_keys = entry.n_keys;
     }
     __syncwarp();
   }
 
-  // Hands the item to every row group, with its rows of Q.
+  // Hands its item to every row group, with its rows of Q.
   MLA_DEVICE void load_q() {
 #pragma unroll 1
     for (int group = 0; group < kRowGroups; group++) {
       mbarrier_wait_parity(shared.q_empty(group), q_phase);
       if (lead()) {
+        const Item& item = items[group];
         *shared.item(group, q_phase ^ 1) = item;
+        if (item.rows == 0) {
+          mbarrier_arrive(shared.q_full(group));
+          continue;
+        }
         mbarrier_arrive_expect_tx(shared.q_full(group), kQBytes);
 #pragma unroll
         for (int block = 0; block < kQkBlocks; block++)
-          cp_async_bulk_tensor_3d(shared.q(group) + block * kQBlockBytes, p.q, block * 64, item.head,
-                                  item.q_row + group * kRowsPerGroup, shared.q_full(group), kEvictFirst);
+          cp_async_bulk_tensor_3d(shared.q(group) + block * kQBlockBytes, p.q, block * 64, item.head, item.q_row, shared.q_full(group),
+                                  kEvictFirst);
       }
     }
     q_phase ^= 1;
@@ -117,44 +122,46 @@ struct Producer {
     if constexpr (kRopeGather) {
 #pragma unroll 1
       for (int warp = 0; warp < 3; warp++) {
-        mbarrier_wait_parity(shared.k_empty(k.stage), k.phase);
+        mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
         if (lead()) post_job({0, 0, 0, kRopeNoMore});
-        k.advance(1);
+        k.advance();
       }
     }
   }
 
   MLA_DEVICE void post_job(const RopeJob& job) {
-    *shared.job(k.stage) = job;
-    mbarrier_arrive(shared.job_full(k.stage));
+    *shared.job(k.stage()) = job;
+    mbarrier_arrive(shared.job_full(k.stage()));
   }
 
   MLA_DEVICE void load_k(int tile, uint32_t next_code) {
+    const Item& item = *items;
     const int first = tile * kBlockN;
+    const bool boxes = rope_boxes();
     // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
     int page = 0, last_box = 0;
     if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeBox > 0) {
       last_box = (item.n_keys - 1) / kBox * kBox;
       const int key = first + lane() * kBox;
-      if (rope_boxes() && lane() < kBlockN / kBox)
+      if (boxes && lane() < kBlockN / kBox)
         page = page_row(p.page_table, item.sequence)[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
     }
-    mbarrier_wait_parity(shared.k_empty(k.stage), k.phase);
-    const uint32_t full = shared.k_full(k.stage), to = shared.k(k.stage), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
+    mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
+    const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
     if (lead()) {
-      *shared.tag(k.stage) = uint32_t(tile) | next_code << kTileBits;
-      mbarrier_arrive_expect_tx(full, rope_boxes() ? kKBytes : kKBytes - kRopeBytes);
+      *shared.tag(k.stage()) = uint32_t(tile) | next_code << kTileBits;
+      mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKBytes - kRopeBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks - 1; block++)
         cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, item.k_row + first, full, kEvictLast);
       if constexpr (kRopeGather) {
         const int left = item.n_keys - first;
-        post_job({item.sequence, item.k_position + first, left < kBlockN ? left : kBlockN, rope_boxes() ? kRopeByTma : kRopeByCopy});
+        post_job({item.sequence, item.k_position + first, left < kBlockN ? left : kBlockN, boxes ? kRopeByTma : kRopeByCopy});
       }
     }
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
       if constexpr (kRopeBox > 0) {
-        if (rope_boxes()) {
+        if (boxes) {
 #pragma unroll
           for (int box = 0; box < kBlockN / kBox; box++) {
             const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kBox;
@@ -169,60 +176,48 @@ struct Producer {
       cp_async_bulk_tensor_3d(to_rope, p.rope, 0, (batched ? item.k_position : item.k_row) + first, batched ? item.sequence : 0, full,
                               kEvictLast);
     }
-    k.advance(1);
+    k.advance();
   }
 
   MLA_DEVICE void load_v(int tile) {
-    mbarrier_wait_parity(shared.v_empty(v.stage), v.phase);
+    mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
     if (lead()) {
-      const uint32_t full = shared.v_full(v.stage);
+      const uint32_t full = shared.v_full(v.stage());
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
-        cp_async_bulk_tensor_3d(shared.v(v.stage) + block * kKeyBlockBytes, p.v, block * 64, item.head, item.k_row + tile * kBlockN, full,
+        cp_async_bulk_tensor_3d(shared.v(v.stage()) + block * kKeyBlockBytes, p.v, block * 64, items->head, items->k_row + tile * kBlockN, full,
                                 kEvictLast);
     }
-    v.advance(1);
+    v.advance();
   }
 
   // All loads of the item: K runs one tile ahead of V. `cold`: nothing is in flight yet, so Q, waited for first, goes first; later the
   // first K goes ahead, because it need not wait for the previous item's last product.
   MLA_DEVICE void load(bool cold) {
-    TileWalk walk{ceil_div(item.n_keys, 32 * kBlockN), 0, 0};
-    ClassedTile ahead[kSharing + 1];
-#pragma unroll
-    for (int i = 0; i <= kSharing; i++) ahead[i] = next_tile(p, item, walk);
-    uint32_t first_class = ahead[0].code;
-    if constexpr (kSharing == 2) {  // stages go to the warpgroups in turn, whatever the item
-      const uint32_t first = ahead[0].code & kClassMask, second = ahead[1].code & kClassMask;
-      first_class = k.stage % 2 == 0 ? first | second << kClassBits : second | first << kClassBits;
-    }
-    if (lead()) item.first_class = first_class;
-    bool q_due = true;
-    if (cold || ahead[0].index < 0) {
-      load_q();
-      q_due = false;
-    }
+    TileWalk walk{ceil_div(items->n_keys, 32 * kBlockN), 0, 0};
+    ClassedTile tile = next_tile(p, items, walk);
+    if (lane() < kRowGroups) items[lane()].first_class = class_in(tile.code, lane());
+    __syncwarp();
+    if (cold || tile.index < 0) load_q();
     int before = -1;
 #pragma unroll 1
-    while (ahead[0].index >= 0) {
-      load_k(ahead[0].index, ahead[kSharing].code);
-      if (q_due) load_q();
-      q_due = false;
+    while (tile.index >= 0) {
+      const int index = tile.index;
+      tile = next_tile(p, items, walk);
+      load_k(index, tile.code);
       if (before >= 0) load_v(before);
-      before = ahead[0].index;
-#pragma unroll
-      for (int i = 0; i < kSharing; i++) ahead[i] = ahead[i + 1];
-      ahead[kSharing] = next_tile(p, item, walk);
+      else if (!cold) load_q();
+      before = index;
     }
     if (before >= 0) load_v(before);
   }
 };
 
-// Number of the next item that no block has taken.
+// Number of the next item that no thread block has taken; the first ones are theirs by their own numbers.
 MLA_DEVICE int claim(const PrefillParams& p) {
   int item = 0;
-  if ((threadIdx.x & 31) == 0) item = atomicAdd(&p.counters[0], 1) + (p.claim_first ? 0 : nctaid_x());
+  if ((threadIdx.x & 31) == 0) item = atomicAdd(&p.counters[0], 1) + nctaid_x();
   return __shfl_sync(~0u, item, 0);
 }
 
@@ -232,22 +227,23 @@ MLA_DEVICE bool take_item(Producer& producer, int index) {
   const bool own = p.table == nullptr;
   const ScheduleEntry* table = own ? producer.shared.table() : p.table;
   const int count = own ? kTableSequences : p.batch;
-  if (index >= table[count].first_item) return false;
-  producer.take(table[find_entry(table, count, index)], index);
+  const ScheduleEntry& total = table[count];
+  if (index >= total.first_item) return false;
+  producer.take(table[find_entry(table, count, index)], index, grouping_of(total));
   return true;
 }
 
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
-  if (p.table == nullptr) build_table(kSharing > 1 ? kNarrow : kWide, p.sequences, p.batch, p.heads, shared.table());
-  Producer producer{p, shared, *shared.draft()};
+  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table());
+  Producer producer{p, shared, shared.draft()};
   bool cold = true;
 #pragma unroll 1
-  for (int item = p.claim_first ? claim(p) : int(blockIdx.x); take_item(producer, item); item = claim(p)) {
+  for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) {
     producer.load(cold);
     cold = false;
   }
   producer.finish();
-  // The last block leaves the counters as it found them.
+  // The last thread block leaves the counters as it found them.
   if (producer.lead()) {
     __threadfence();
     if (atomicAdd(&p.counters[1], 1) == nctaid_x() - 1) {

@@ -1,4 +1,4 @@
-// Orders the sequences of a large batch for prefill.cu: one block a form writes a table of entries by falling key count.
+// Orders the sequences of a large batch for prefill.cu: one block writes a table of entries by falling key count.
 //
 // A counting sort in two passes over the sequences, O(B). Buckets are eight to an octave of key counts, so entries are sorted within 12 %;
 // within a bucket the order is that of arrival, on which no result depends. A bucket counts sequences (upper half) and items (lower half) in
@@ -8,9 +8,10 @@
 
 struct ScheduleParams {
   SequenceArgs sequences;
-  ScheduleEntry* tables[2];  // by form, [batch + 1] entries; null: no such form
+  ScheduleEntry* table;  // [batch + 1]
   int batch;
   int heads;
+  int grid;  // thread blocks of the grid that works
 };
 
 constexpr int kBuckets = 256;
@@ -23,22 +24,37 @@ MLA_DEVICE int bucket_of(int n_keys) {
 
 extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_prefill_schedule(const __grid_constant__ ScheduleParams params) {
   __shared__ unsigned long long buckets[kBuckets];
-  const Form form = Form(blockIdx.x);
-  ScheduleEntry* table = params.tables[form];
+  __shared__ int counts[kRowGroups];
   griddepcontrol_launch_dependents();
   if (threadIdx.x < kBuckets) buckets[threadIdx.x] = 0;
+  if (threadIdx.x < kRowGroups) counts[threadIdx.x] = 0;
   __syncthreads();
+
+  int mine[kRowGroups] = {};
+  for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
+    const int new_ = params.sequences.cu_seqlens_q[b + 1] - params.sequences.cu_seqlens_q[b];
+#pragma unroll
+    for (int i = 0; i < kRowGroups; i++) mine[i] += tiles_of(new_, i + 1);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowGroups; i++) {
+    const int sum = warp_sum(mine[i]);
+    if (threadIdx.x % 32 == 0) atomicAdd(&counts[i], sum * params.heads);
+  }
+  __syncthreads();
+  const Grouping grouping = choose_grouping(counts, params.grid);
+
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
-    atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(item_count(form, s.new_, s.n_keys, params.heads)));
+    atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads));
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // exclusive sums, eight buckets a lane
     constexpr int kEach = kBuckets / 32;
-    unsigned long long sum = 0, mine[kEach];
+    unsigned long long sum = 0, before_in_lane[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
-      mine[i] = sum;
+      before_in_lane[i] = sum;
       sum += buckets[threadIdx.x * kEach + i];
     }
     unsigned long long before = sum;
@@ -47,16 +63,16 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_prefill_schedule(c
       const unsigned long long other = __shfl_up_sync(~0u, before, step);
       if (int(threadIdx.x) >= step) before += other;
     }
-    if (threadIdx.x == 31) table[params.batch].first_item = int(uint32_t(before));
+    if (threadIdx.x == 31) params.table[params.batch] = total_entry(int(uint32_t(before)), grouping);
     before -= sum;
 #pragma unroll
-    for (int i = 0; i < kEach; i++) buckets[threadIdx.x * kEach + i] = before + mine[i];
+    for (int i = 0; i < kEach; i++) buckets[threadIdx.x * kEach + i] = before + before_in_lane[i];
   }
   __syncthreads();
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
     const unsigned long long place =
-        atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(item_count(form, s.new_, s.n_keys, params.heads)));
-    table[place >> 32] = entry_of(s, b, int(uint32_t(place)));
+        atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads));
+    params.table[place >> 32] = entry_of(s, b, int(uint32_t(place)));
   }
 }
