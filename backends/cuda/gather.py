@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_SIZES, C_TYPES, PAGE_SIZES, PagedRows, PageTable, page_table, paged_rows
+from mla.backends.cuda.params import (
+    C_SIZES,
+    C_TYPES,
+    PAGE_SIZES,
+    PagedRows,
+    PageTable,
+    packer,
+    row_fields,
+    table_fields,
+)
 from mla.problem import KV_LORA_RANK, GatherArgs, Problem
 
 if TYPE_CHECKING:
@@ -82,19 +91,20 @@ class Gather:
         (spec,) = Gather.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         rows_per_block = _rows_per_warp(problem) * THREADS // 32
+        pack, size, output_size = packer(GatherParams), C_SIZES[problem.dtypes], C_SIZES[problem.out_dtype]
 
         def run(args: GatherArgs) -> None:
             cache, output, length = args.cache, args.output, args.buffer_length
             rows = max(length, 0) if isinstance(length, int) else output.shape[0]
-            params = GatherParams(
-                paged_rows(cache.latent),
-                PagedRows() if cache.scales is None else paged_rows(cache.scales),
-                page_table(cache),
+            params = pack(
+                *row_fields(cache.latent, size),
+                *row_fields(cache.scales, 4),
+                *table_fields(cache),
                 args.buffer_row_offsets.data_ptr(),
                 args.cache_offsets.data_ptr(),
-                None if isinstance(length, int) else length.data_ptr(),
+                0 if isinstance(length, int) else length.data_ptr(),
                 output.data_ptr(),
-                output.stride(0) * output.element_size(),
+                output.stride(0) * output_size,
                 cache.batch_size,
                 rows,
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES
+from mla.backends.cuda.params import C_SIZES, C_TYPES, packer, row_fields
 from mla.problem import SUPPORTED_DIMS, MergeArgs, Problem
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ class MergeParams(Structure):
         ("tokens", c_int),
         ("heads", c_int),
     ]
-
-
-def _rows(tensor: torch.Tensor) -> Rows:
-    size = tensor.element_size()
-    return Rows(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
 
 
 class Merge:
@@ -80,17 +75,18 @@ class Merge:
         """Compile and load; the result launches."""
         (spec,) = Merge.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
+        pack, size, output_size = packer(MergeParams), C_SIZES[problem.dtypes], C_SIZES[problem.out_dtype]
         rows_per_block = ROWS * THREADS * _CHUNK // problem.v_head_dim
 
         def run(args: MergeArgs) -> None:
             tokens, heads = args.output.shape[:2]
-            params = MergeParams(
-                _rows(args.output),
-                _rows(args.prefix_output),
-                _rows(args.suffix_output),
-                _rows(args.prefix_lse),
-                _rows(args.suffix_lse),
-                Rows() if args.output_lse is None else _rows(args.output_lse),
+            params = pack(
+                *row_fields(args.output, output_size),
+                *row_fields(args.prefix_output, size),
+                *row_fields(args.suffix_output, size),
+                *row_fields(args.prefix_lse, 4),
+                *row_fields(args.suffix_lse, 4),
+                *row_fields(args.output_lse, 4),
                 tokens,
                 heads,
             )

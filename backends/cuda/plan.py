@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_void_p
+from ctypes import Structure, c_int, c_uint, c_void_p
 from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import pointer
+from mla.backends.cuda.params import packer
 from mla.problem import PlanArgs, Problem
 
 if TYPE_CHECKING:
@@ -33,9 +34,21 @@ class PlanParams(Structure):
         ("chunks", c_int),
         ("buffer_token_size", c_int),
         ("page_size", c_int),
+        ("page_reciprocal", c_uint),
+        ("page_shift", c_int),
         ("lengths_include_new", c_int),
         ("tile", c_int),
     ]
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """Return (m, k) with ``n // divisor == n * m >> k`` for 0 <= n < 2^31, m below 2^32.
+
+    m = ceil(2^k / d) with k = 31 + ceil(log2 d): n * (m * d - 2^k) < 2^31 * d <= 2^k (Granlund and Montgomery,
+    "Division by invariant integers using multiplication", 1994).
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
 
 
 class Plan:
@@ -61,24 +74,26 @@ class Plan:
         """Compile and load; the result launches."""
         (spec,) = Plan.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
-        blocks = 2 * runtime.properties(device).multi_processor_count
+        blocks = runtime.properties(device).multi_processor_count
+        pack, reciprocals = packer(PlanParams), functools.cache(reciprocal)
 
         def run(args: PlanArgs) -> None:
-            cache = args.cache
+            cache, required = args.cache, args.required_chunks
             batch_size, chunks = cache.batch_size, args.buffer_lengths.shape[0]
             tile = THREADS * -(-batch_size // (THREADS * MAX_TILES)) or THREADS
             tiles = -(-batch_size // tile) or 1
-            params = PlanParams(
+            params = pack(
                 args.input_row_offsets.data_ptr(),
                 cache.lengths.data_ptr(),
                 args.buffer_row_offsets.data_ptr(),
                 args.cache_offsets.data_ptr(),
                 args.buffer_lengths.data_ptr(),
-                pointer(args.required_chunks),
+                0 if required is None else required.data_ptr(),
                 batch_size,
                 chunks,
                 args.buffer_token_size,
                 cache.page_size,
+                *reciprocals(cache.page_size),
                 cache.lengths_include_new,
                 tile,
             )

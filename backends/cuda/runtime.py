@@ -1,7 +1,7 @@
 """Devices, loaded kernels and their launch.
 
-A launch is one foreign call of the driver on torch's current stream. The parameter block is a ctypes structure made for
-the call, so threads never share one; the driver copies it before it returns.
+A launch is one foreign call of the driver on torch's current stream. Parameter block and launch configuration are made
+for the call, so threads never share them; the driver copies both before it returns.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+import struct
 import sys
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ _ERROR_INVALID_CONTEXT = 201
 _KERNEL_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
-Pointers = ctypes.c_void_p * 1
+_StructurePointer = ctypes.c_void_p * 1
+_BytesPointer = ctypes.c_char_p * 1
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -42,17 +44,8 @@ class _LaunchAttribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
 
 
-class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("num_attributes", ctypes.c_uint),
-    ]
+#: CUlaunchConfig: grid, block, shared bytes; stream; attributes and their count.
+_LAUNCH_CONFIG = struct.Struct("7IPPI4x")
 
 
 def probe() -> Availability:
@@ -87,9 +80,8 @@ def probe() -> Availability:
 def driver() -> ctypes.CDLL:
     """Return the driver library, with the argument types of the calls this backend makes."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    pointer, uint = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[uint] * 7, pointer, ctypes.POINTER(pointer), pointer]
-    library.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_LaunchConfig), pointer, ctypes.POINTER(pointer), pointer]
+    pointer = ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_char_p, pointer, pointer, pointer]
     library.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, pointer, ctypes.c_int]
     library.cuDriverGetVersion.argtypes = [ctypes.POINTER(ctypes.c_int)]
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
@@ -121,10 +113,12 @@ class Kernel:
         self.device_index = device.index
         self._library, self.report = _library(spec, self.arch)  # the library keeps the kernel loaded
         self._handle = int(self._library.get_kernel(spec.symbol).handle)
-        self._attributes: ctypes.Array[_LaunchAttribute] | None = None
-        if spec.programmatic:
-            attribute = _LaunchAttribute(id=_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-            self._attributes = (_LaunchAttribute * 1)(attribute)
+        self._attributes = (_LaunchAttribute * spec.programmatic)()
+        for attribute in self._attributes:
+            attribute.id, attribute.value = _LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION, 1
+        self._block = (spec.threads, 1, 1, spec.shared_bytes)
+        self._attribute_list = (ctypes.addressof(self._attributes), len(self._attributes))
+        self._launch_kernel = driver().cuLaunchKernelEx
         if spec.shared_bytes > 48 * 1024:
             check(
                 driver().cuKernelSetAttribute(
@@ -133,13 +127,14 @@ class Kernel:
                 f"{spec.kernel_id(self.arch)}: {spec.shared_bytes} bytes of shared memory",
             )
 
-    def launch(self, params: ctypes.Structure, grid_x: int, grid_y: int = 1, grid_z: int = 1) -> None:
+    def launch(self, params: ctypes.Structure | bytes, grid_x: int, grid_y: int = 1, grid_z: int = 1) -> None:
         """Put the kernel on torch's current stream of its device, which has to be the current device.
 
         Parameters
         ----------
-        params : ctypes.Structure
-            An instance of ``spec.params``; may be reused or dropped as soon as this returns.
+        params : ctypes.Structure or bytes
+            An instance of ``spec.params``, or its bytes (`params.packer`); may be reused or dropped as soon as this
+            returns.
         grid_x, grid_y, grid_z : int
             Blocks; an empty grid launches nothing.
 
@@ -150,27 +145,18 @@ class Kernel:
         """
         if not (grid_x and grid_y and grid_z):
             return
-        result = self._launch(params, grid_x, grid_y, grid_z)
+        pointer = _BytesPointer(params) if isinstance(params, bytes) else _StructurePointer(ctypes.addressof(params))
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        config = _LAUNCH_CONFIG.pack(grid_x, grid_y, grid_z, *self._block, stream, *self._attribute_list)
+        result = self._launch_kernel(config, self._handle, pointer, None)
         if result == _ERROR_INVALID_CONTEXT:
             # A thread that has made no CUDA call yet has no current context; torch's is the device's primary one.
             from cuda.core import Device
 
             Device(self.device_index).set_current()
-            result = self._launch(params, grid_x, grid_y, grid_z)
+            result = self._launch_kernel(config, self._handle, pointer, None)
         if result:
             check(result, f"launch of {self.spec.kernel_id(self.arch)}, grid ({grid_x}, {grid_y}, {grid_z})")
-
-    def _launch(self, params: ctypes.Structure, grid_x: int, grid_y: int, grid_z: int) -> int:
-        spec = self.spec
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        pointers = Pointers(ctypes.addressof(params))
-        if self._attributes is None:
-            return driver().cuLaunchKernel(
-                self._handle, grid_x, grid_y, grid_z, spec.threads, 1, 1, spec.shared_bytes, stream, pointers, None
-            )
-        grid, block = (grid_x, grid_y, grid_z), (spec.threads, 1, 1)
-        config = _LaunchConfig(grid, block, spec.shared_bytes, stream, self._attributes, len(self._attributes))
-        return driver().cuLaunchKernelEx(config, self._handle, pointers, None)
 
 
 def load(spec: KernelSpec, device: torch.device) -> Kernel:

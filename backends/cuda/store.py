@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, page_table, paged_rows
+from mla.backends.cuda.params import (
+    C_SIZES,
+    C_TYPES,
+    PAGE_SIZES,
+    PagedRows,
+    PageTable,
+    packer,
+    row_fields,
+    table_fields,
+)
 from mla.problem import Problem, StoreArgs
 
 if TYPE_CHECKING:
     import torch
 
 THREADS = 256
+#: Rows of a warp: with three chunks of a row, twelve 16-byte loads a lane in flight.
+ROWS = 4
 
 
 class StoreParams(Structure):
@@ -37,6 +48,12 @@ class StoreParams(Structure):
     ]
 
 
+def _cache_dtypes(problem: Problem) -> tuple[str, str]:
+    """Return the dtypes of the cache's latent and rope: `out_dtype`, the rope's after a plus where it differs."""
+    latent, _, rope = problem.out_dtype.partition("+")
+    return latent, rope.removesuffix("_rope") or latent
+
+
 class Store:
     """The store on an NVIDIA GPU: copies, or quantises to fp8 with a scale a block."""
 
@@ -57,8 +74,8 @@ class Store:
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
-        """Return the kernel; `out_dtype` names the cache's latent and, after a plus, its rope."""
-        latent, _, rope = problem.out_dtype.partition("+")
+        """Return the kernel."""
+        latent, rope = _cache_dtypes(problem)
         name = (
             f"store.{problem.dtypes}_{problem.out_dtype}.p{problem.page_size}"
             f".g{problem.granularity}.a{problem.alignment}"
@@ -66,10 +83,11 @@ class Store:
         defines = (
             ("MLA_SOURCE", C_TYPES[problem.dtypes]),
             ("MLA_LATENT", C_TYPES[latent]),
-            ("MLA_ROPE", C_TYPES[rope.removesuffix("_rope") or latent]),
+            ("MLA_ROPE", C_TYPES[rope]),
             ("MLA_PAGE_SIZE", problem.page_size),
             ("MLA_GRANULARITY", problem.granularity),
             ("MLA_ALIGNMENT", problem.alignment),
+            ("MLA_ROWS", ROWS),
         )
         return (KernelSpec(name, "sm80/store.cu", "mla_store", StoreParams, THREADS, defines=defines),)
 
@@ -78,25 +96,28 @@ class Store:
         """Compile and load; the result launches."""
         (spec,) = Store.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
+        pack, size = packer(StoreParams), C_SIZES[problem.dtypes]
+        latent_size, rope_size = (C_SIZES[dtype] for dtype in _cache_dtypes(problem))
+        rows_per_block = ROWS * THREADS // 32
 
         def run(args: StoreArgs) -> None:
             cache, latent, rope = args.cache, args.latent, args.rope
             rows = latent.shape[0]
-            params = StoreParams(
-                paged_rows(cache.latent),
-                paged_rows(cache.rope),
-                PagedRows() if cache.scales is None else paged_rows(cache.scales),
-                page_table(cache),
+            params = pack(
+                *row_fields(cache.latent, latent_size),
+                *row_fields(cache.rope, rope_size),
+                *row_fields(cache.scales, 4),
+                *table_fields(cache),
                 args.input_row_offsets.data_ptr(),
                 cache.lengths.data_ptr(),
                 latent.data_ptr(),
                 rope.data_ptr(),
-                latent.stride(0) * latent.element_size(),
-                rope.stride(0) * rope.element_size(),
+                latent.stride(0) * size,
+                rope.stride(0) * size,
                 cache.lengths_include_new,
                 cache.batch_size,
                 rows,
             )
-            kernel.launch(params, -(-rows // (THREADS // 32)))
+            kernel.launch(params, -(-rows // rows_per_block))
 
         return run

@@ -19,14 +19,29 @@ struct PagedRows {
 
 constexpr int kPageSize = MLA_PAGE_SIZE;
 
+// Where a token lies; a negative page is no token.
+struct Place {
+  int page;
+  int slot;
+};
+
+// What a lane of the warp holds.
+MLA_DEVICE Place shuffle_place(const Place& place, int lane) {
+  return {__shfl_sync(0xffffffff, place.page, lane), __shfl_sync(0xffffffff, place.slot, lane)};
+}
+
 // First entry of a sequence's pages.
 MLA_DEVICE const int* page_row(const PageTable& table, int b) {
   return table.pages + (table.indptr != nullptr ? int64_t(table.indptr[b]) : b * table.row_stride);
 }
-MLA_DEVICE const uint8_t* token_row(const PagedRows& rows, int page, int slot) {
-  return rows.data + page * rows.page_stride + slot * rows.token_stride;
+// Token t of sequence b; t lies below the sequence's page-padded length.
+MLA_DEVICE Place place_of_token(const PageTable& table, int b, int t) {
+  return {page_row(table, b)[t / kPageSize], t % kPageSize};
+}
+MLA_DEVICE const uint8_t* token_row(const PagedRows& rows, const Place& place) {
+  return rows.data + place.page * rows.page_stride + place.slot * rows.token_stride;
 }
 // Row of token t of the sequence whose pages start at `pages`; t lies below the sequence's page-padded length.
 MLA_DEVICE const uint8_t* token_row(const PagedRows& rows, const int* pages, int t) {
-  return token_row(rows, pages[t / kPageSize], t % kPageSize);
+  return token_row(rows, Place{pages[t / kPageSize], t % kPageSize});
 }

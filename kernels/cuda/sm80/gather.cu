@@ -37,23 +37,11 @@ constexpr int kWarps = MLA_THREADS / 32;
 constexpr bool kScaled = MLA_GRANULARITY != 0;
 static_assert(kRows >= 1 && kRows <= 32, "a lane finds a row");
 
-// Where a row comes from: its latent and, of a quantised cache, its scales; null for a row of zeros.
-struct RowSource {
-  const uint8_t* latent;
-  const uint8_t* scales;
-};
-
-MLA_DEVICE RowSource find_row(const GatherParams& p, int row) {
-  if (p.batch_size == 0 || row < p.row_offsets[0] || row >= p.row_offsets[p.batch_size]) return {nullptr, nullptr};
+// The cache row that a row of the buffer is.
+MLA_DEVICE Place find_row(const GatherParams& p, int row) {
+  if (p.batch_size == 0 || row < p.row_offsets[0] || row >= p.row_offsets[p.batch_size]) return {-1, 0};
   const int s = sequence_of_row(p.row_offsets, p.batch_size, row);
-  const int position = row - p.row_offsets[s] + p.cache_offsets[s];
-  const int page = page_row(p.table, s)[position / kPageSize];
-  const int slot = position % kPageSize;
-  return {token_row(p.latent, page, slot), kScaled ? token_row(p.scales, page, slot) : nullptr};
-}
-
-template <typename T> MLA_DEVICE T* shuffle_pointer(T* pointer, int lane) {
-  return reinterpret_cast<T*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(pointer), lane));
+  return place_of_token(p.table, s, row - p.row_offsets[s] + p.cache_offsets[s]);
 }
 
 extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_gather(const __grid_constant__ GatherParams p) {
@@ -63,23 +51,24 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_gather(const __
   const int end = wanted < p.rows ? wanted : p.rows;
   if (first >= end) return;
 
-  RowSource source = {nullptr, nullptr};
+  Place source = {-1, 0};
   if (lane < kRows && first + lane < end) source = find_row(p, int(first) + lane);
 
   Chunk<Source> chunk[kRows][kSweeps];
   float scale[kRows][kSweeps];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const uint8_t* latent = shuffle_pointer(source.latent, i);
-    const uint8_t* scales = kScaled ? shuffle_pointer(source.scales, i) : nullptr;
+    const Place place = shuffle_place(source, i);
+    const Source* latent = reinterpret_cast<const Source*>(token_row(p.latent, place));
+    const float* scales = reinterpret_cast<const float*>(token_row(p.scales, place));
 #pragma unroll
     for (int j = 0; j < kSweeps; ++j) {
       const int column = (j * 32 + lane) * kChunk;
       chunk[i][j] = {};
       scale[i][j] = 1.0f;
-      if (latent != nullptr) {
-        chunk[i][j] = load_chunk_nc(reinterpret_cast<const Source*>(latent) + column);
-        if constexpr (kScaled) scale[i][j] = __ldg(reinterpret_cast<const float*>(scales) + column / MLA_GRANULARITY);
+      if (place.page >= 0) {
+        chunk[i][j] = load_chunk_nc(latent + column);
+        if constexpr (kScaled) scale[i][j] = __ldg(scales + column / MLA_GRANULARITY);
       }
     }
   }

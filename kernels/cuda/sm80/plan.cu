@@ -28,6 +28,8 @@ struct PlanParams {
   int chunks;                    // C
   int buffer_token_size;         // N
   int page_size;                 // P
+  uint32_t page_reciprocal;      // n / P = n * page_reciprocal >> page_shift for n < 2^31
+  int page_shift;
   int lengths_include_new;
   int tile;  // sequences of a block, a multiple of the threads
 };
@@ -36,13 +38,12 @@ constexpr int kWarps = MLA_THREADS / 32;
 constexpr uint32_t kFullWarp = 0xffffffff;
 static_assert(MLA_THREADS % 32 == 0 && kWarps <= 32, "one lane for each warp's sum");
 
-// A[s]. Pages are counted in 32 bits: a length is below 2^32, whatever the page size.
+// A[s]; a length is below 2^31, whatever the page size.
 MLA_DEVICE int64_t padded_length(const PlanParams& p, int s) {
   uint32_t length = uint32_t(p.lengths[s]);
   if (!p.lengths_include_new) length += uint32_t(p.input_row_offsets[s + 1]) - uint32_t(p.input_row_offsets[s]);
-  const uint32_t page_size = uint32_t(p.page_size);
-  const uint32_t full = length / page_size;
-  return int64_t(full + (full * page_size != length)) * page_size;
+  const uint32_t full = uint32_t(uint64_t(length) * p.page_reciprocal >> p.page_shift);
+  return int64_t(full + (full * p.page_size != length)) * p.page_size;
 }
 
 MLA_DEVICE int64_t warp_sum(int64_t x) {
