@@ -129,6 +129,20 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
         assert torch.equal(again_lse, lse[rows[b] : rows[b + 1]])
 
 
+def test_the_number_of_threads_changes_nothing() -> None:
+    problem, threads = build(Case(lengths=((500, 300), (0, 5)), heads=6)), torch.get_num_threads()
+    runs = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            runs.append(problem.run("cpu"))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    for other in runs[1:]:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(runs[0], other, strict=True))
+
+
 @pytest.mark.parametrize("hint", [1, 7, 10**6])
 def test_the_hint_changes_nothing(hint: int) -> None:
     problem = build(Case())
