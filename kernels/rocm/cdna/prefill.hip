@@ -132,15 +132,10 @@ MLA_DEVICE void weigh_values(uint8_t* lds, const u32x4 (&p)[kBlockN / 16], f32x1
 }
 
 // Four consecutive columns of the output.
-MLA_DEVICE void store_quad(uint8_t* p, float a, float b, float c, float d) {
-  if constexpr (is_same<Output, float>) {
-    store_global(p, f32x4{a, b, c, d});
-  } else {
-    const auto pair = [](float x, float y) {
-      return uint32_t(from_float<Output>(x).bits) | uint32_t(from_float<Output>(y).bits) << 16;
-    };
-    store_global(p, u32x2{pair(a, b), pair(c, d)});
-  }
+MLA_DEVICE void store_quad(float*, uint8_t* p, f32x4 x) { store_global(p, x); }
+template <typename T> MLA_DEVICE void store_quad(T*, uint8_t* p, f32x4 x) {
+  const auto pair = [](float a, float b) { return uint32_t(from_float<T>(a).bits) | uint32_t(from_float<T>(b).bits) << 16; };
+  store_global(p, u32x2{pair(x[0], x[1]), pair(x[2], x[3])});
 }
 
 // `state.l` is the whole denominator here.
@@ -162,8 +157,8 @@ MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowSta
   for (int d = 0; d < kVDim / 32; ++d)
 #pragma unroll
     for (int g = 0; g < 4; ++g)
-      store_quad(out + (d * 32 + g * 8) * int(sizeof(Output)), o[d][4 * g] * weight, o[d][4 * g + 1] * weight,
-                 o[d][4 * g + 2] * weight, o[d][4 * g + 3] * weight);
+      store_quad(static_cast<Output*>(nullptr), out + (d * 32 + g * 8) * int(sizeof(Output)),
+                 f32x4{o[d][4 * g], o[d][4 * g + 1], o[d][4 * g + 2], o[d][4 * g + 3]} * weight);
 #if MLA_LSE
   if (lane_id() < 32)
     p.lse[token * p.lse_token_stride + item.h * p.lse_head_stride] = total > 0.0f ? kLn2 * (m + log2_normal(total)) : -infinity();
