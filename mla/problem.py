@@ -64,7 +64,8 @@ class Problem:
     granularity : int
         Elements that share one scale in a quantised cache or rope; 0 when there are no scales.
     alignment : int
-        The largest power of two up to 16 that divides every base address and outer stride in bytes.
+        The largest power of two up to 16 that divides every base address and outer stride in bytes; a mask's biases,
+        which every kernel reads element by element, do not count.
     """
 
     op: Op
