@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = 256
-#: (token, head) rows of a thread: with two inputs, eight 16-byte loads in flight.
-ROWS = 4
+#: (token, head) rows of a thread: with two inputs, four 16-byte loads in flight.
+ROWS = 2
 _CHUNK = 8
 
 

@@ -36,7 +36,7 @@ class PlanParams(Structure):
         ("page_size", c_int),
         ("page_reciprocal", c_uint),
         ("page_shift", c_int),
-        ("lengths_include_new", c_int),
+        ("new_weight", c_int),
         ("tile", c_int),
     ]
 
@@ -94,7 +94,7 @@ class Plan:
                 args.buffer_token_size,
                 cache.page_size,
                 *reciprocals(cache.page_size),
-                cache.lengths_include_new,
+                0 if cache.lengths_include_new else 1,
                 tile,
             )
             kernel.launch(params, tiles, min(chunks, max(1, blocks // tiles)))

@@ -23,7 +23,7 @@ from mla.problem import Problem, StoreArgs
 if TYPE_CHECKING:
     import torch
 
-THREADS = 256
+THREADS = 128
 #: Rows of a warp: with three chunks of a row, twelve 16-byte loads a lane in flight.
 ROWS = 4
 

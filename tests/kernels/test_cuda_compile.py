@@ -101,7 +101,7 @@ def sass(path: Path) -> list[str]:
         ("gather.bf16_bf16.p1.g0.a4", {"LDG.E": 16}, {"STG.E": 16}),
         ("gather.fp8_bf16.p64.g128.a16", {"LDG.E.64": 8}, {"STG.E.128": 8}),
         ("store.bf16_bf16.p64.g0.a16", {"LDG.E.128": 12}, {"STG.E.128": 12}),
-        ("merge.bf16_bf16.dv128.a16", {"LDG.E.128": 8}, {"STG.E.128": 4}),
+        ("merge.bf16_bf16.dv128.a16", {"LDG.E.128": 4}, {"STG.E.128": 2}),
     ],
 )
 def test_accesses_are_as_wide_as_the_alignment_allows(name: str, loads: dict[str, int], stores: dict[str, int]) -> None:

@@ -30,7 +30,7 @@ struct PlanParams {
   int page_size;                 // P
   uint32_t page_reciprocal;      // n / P = n * page_reciprocal >> page_shift for n < 2^31
   int page_shift;
-  int lengths_include_new;
+  int new_weight;  // 0 where `lengths` include this step's tokens, else 1
   int tile;  // sequences of a block, a multiple of the threads
 };
 
@@ -38,10 +38,13 @@ constexpr int kWarps = MLA_THREADS / 32;
 constexpr uint32_t kFullWarp = 0xffffffff;
 static_assert(MLA_THREADS % 32 == 0 && kWarps <= 32, "one lane for each warp's sum");
 
-// A[s]; a length is below 2^31, whatever the page size.
-MLA_DEVICE int64_t padded_length(const PlanParams& p, int s) {
-  uint32_t length = uint32_t(p.lengths[s]);
-  if (!p.lengths_include_new) length += uint32_t(p.input_row_offsets[s + 1]) - uint32_t(p.input_row_offsets[s]);
+// Tokens of sequence s, cached and new: without a branch, so that several loads are in flight.
+MLA_DEVICE uint32_t length_of(const PlanParams& p, int s) {
+  return uint32_t(p.lengths[s] + p.new_weight * (p.input_row_offsets[s + 1] - p.input_row_offsets[s]));
+}
+
+// A[s] of a length, which is below 2^31 whatever the page size.
+MLA_DEVICE int64_t padded(const PlanParams& p, uint32_t length) {
   const uint32_t full = uint32_t(uint64_t(length) * p.page_reciprocal >> p.page_shift);
   return int64_t(full + (full * p.page_size != length)) * p.page_size;
 }
@@ -103,20 +106,35 @@ MLA_DEVICE void write_lengths(const PlanParams& p, int64_t end) {
   if (p.required_chunks != nullptr && blockIdx.y == 0 && threadIdx.x == 0) *p.required_chunks = int((end + n - 1) / n);
 }
 
+// This thread's share of A[0] + ... + A[first-1], kBatch loads at a time.
+MLA_DEVICE int64_t sum_before(const PlanParams& p, int first) {
+  constexpr int kBatch = 8;
+  int64_t sum = 0;
+  for (int s = threadIdx.x; s < first; s += kBatch * MLA_THREADS) {
+    uint32_t lengths[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int one = s + i * MLA_THREADS;
+      lengths[i] = one < first ? length_of(p, one) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) sum += padded(p, lengths[i]);
+  }
+  return sum;
+}
+
 extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_plan(const __grid_constant__ PlanParams p) {
-  const int64_t first = int64_t(blockIdx.x) * p.tile;
-  const int64_t last = first + p.tile < p.batch_size ? first + p.tile : p.batch_size;
-  int64_t before = 0;
-#pragma unroll 8
-  for (int s = threadIdx.x; s < first; s += MLA_THREADS) before += padded_length(p, s);
+  const int first = blockIdx.x * p.tile;
+  const int last = first + p.tile < p.batch_size ? first + p.tile : p.batch_size;
+  const int64_t before = sum_before(p, first);
 
   int64_t end = 0;  // S at the end of the rounds so far; the first round adds what lies before the tile
-  for (int64_t round = first; round == first || round < last; round += MLA_THREADS) {
-    const int64_t s = round + threadIdx.x;
-    const int64_t padded = s < last ? padded_length(p, int(s)) : 0;
-    const BlockSums sums = block_sums(round == first ? before : 0, padded);
+  for (int round = first; round == first || round < last; round += MLA_THREADS) {
+    const int s = round + threadIdx.x;
+    const int64_t rows = s < last ? padded(p, length_of(p, s)) : 0;
+    const BlockSums sums = block_sums(round == first ? before : 0, rows);
     end += sums.total;
-    if (s < last) write_column(p, int(s), end + sums.before, padded);
+    if (s < last) write_column(p, s, end + sums.before, rows);
     end += sums.all;
   }
   if (blockIdx.x == gridDim.x - 1) {
