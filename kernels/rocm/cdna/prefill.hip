@@ -17,7 +17,7 @@
 // Order of work: heads innermost (neighbouring workgroups go to different XCDs, so a head's keys stay in one XCD's L2 when the heads are
 // a multiple of 8), query tiles of a sequence from the last, with a causal mask the longest.
 //
-// Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; values at or past n_keys are zero in LDS.
+// Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; rows at or past n_keys are never read.
 // A row's bits depend on its own sequence alone: the key tiles are fixed, masked and unmasked paths agree, and a tile hidden for a
 // row changes nothing in it.
 //
@@ -215,7 +215,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
       weigh_values(current, probabilities, o);
     }
     stage ^= 1;
-    if (next >= 0 && next < tiles) registers.commit(lds + stage * kStageBytes, s.n_keys - next * kBlockN);
+    if (next >= 0 && next < tiles) registers.commit(lds + stage * kStageBytes);
     barrier();  // the stage of `tile` is read, that of `next` is written
     tile = next;
     next = after;

@@ -57,7 +57,8 @@ struct KeySource {
   int n_keys;              // > 0
 };
 
-// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key; their values become zero.
+// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key: finite, and hidden
+// later, so that nothing of what lies there is read.
 struct TileRegisters {
   static constexpr int kNopeChunks = kBlockN * kNopeDim / 8, kRopeChunks = kBlockN * kRopeDim / 8;
   static constexpr int kValueBlocks = (kBlockN / 4) * (kVDim / 2);  // of 4 keys and 2 columns
@@ -126,8 +127,8 @@ struct TileRegisters {
     }
   }
 
-  // Into one stage of LDS. `keys`: keys of the tile that count.
-  MLA_DEVICE void commit(uint8_t* lds, int keys) const {
+  // Into one stage of LDS.
+  MLA_DEVICE void commit(uint8_t* lds) const {
 #pragma unroll
     for (int i = 0; i < kNope; ++i) {
       const int n = thread_id() + i * kThreads;
@@ -140,9 +141,7 @@ struct TileRegisters {
 #pragma unroll
     for (int i = 0; i < kValue; ++i) {
       const ValueBlock block = value_block(i);
-      uint32_t v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = block.first_key + j < keys ? value[i][j] : 0;
+      const auto& v = value[i];
       constexpr uint32_t kLow = 0x05040100, kHigh = 0x07060302;  // both low halves, both high halves
       lds_at<u32x2>(lds, block.place) = {__builtin_amdgcn_perm(v[1], v[0], kLow), __builtin_amdgcn_perm(v[3], v[2], kLow)};
       lds_at<u32x2>(lds, odd_place(i)) = {__builtin_amdgcn_perm(v[1], v[0], kHigh), __builtin_amdgcn_perm(v[3], v[2], kHigh)};
