@@ -7,7 +7,7 @@ import sys
 import typer
 
 from mla.cli import bench, check, compile, demo, doctor, explain
-from mla.errors import MlaError, TargetError, UnsupportedError
+from mla.errors import CompileError, MlaError, TargetError, UnsupportedError
 
 app = typer.Typer(
     help="Multi-head latent attention prefill over paged caches. Start with: mla demo",
@@ -28,7 +28,9 @@ app.command("compile")(compile.compile_)
 def main() -> None:
     """Run the command line; an error of the user's becomes one line and a hint on stderr, and exit status 2."""
     try:
-        app()
+        app(prog_name="mla")
+    except CompileError as error:  # none of the user's: the compiler's log says more than a line can
+        raise SystemExit(f"mla: {error}") from None
     except (MlaError, OSError) as error:
         print(f"mla: {str(error).splitlines()[0]}", f"hint: {_hint(error)}", sep="\n", file=sys.stderr)
         raise SystemExit(2) from None

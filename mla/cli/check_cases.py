@@ -232,7 +232,10 @@ class Prefill(Plan):
 
 
 class WholeJob(Prefill):
-    """`chunked_prefill`: plan, gather, up-projection, attention and merge."""
+    """`chunked_prefill`: plan, gather, up-projection, attention and merge.
+
+    The up-projection is a callable in float64: every target and the oracle then attend to the same rounded keys.
+    """
 
     def __init__(self, case: Case, random: torch.Generator, fnuz: bool) -> None:
         super().__init__(case, random, fnuz)
@@ -243,7 +246,7 @@ class WholeJob(Prefill):
         offsets, collection = self._on(device)
         moved = self._moved(device)
         output, lse = chunked_prefill(
-            moved["q"], collection, 0, self.weight.to(device), offsets, self._mask(device), self.scale,
+            moved["q"], collection, 0, self._project, offsets, self._mask(device), self.scale,
             buffer_token_size=self.buffer_rows, return_lse=True, sinks=moved.get("sinks"), target=target,
         )  # fmt: skip
         return output, lse
@@ -252,12 +255,15 @@ class WholeJob(Prefill):
         cache, parts = self.batch.collection.layer(0), []
         for b, total in enumerate(self.totals):
             latent = reference.cache_rows(cache, b, torch.arange(total))[0].to(self.data_dtype)
-            parts.append((latent.double() @ self.weight.double().T).to(self.data_dtype))
+            parts.append(self._project(latent))
         kv = torch.cat(parts).view(sum(self.totals), self.heads, -1)
         nope = self.case.dims[0] - QK_ROPE_HEAD_DIM
         offsets = torch.tensor([0, *accumulate(self.totals)])
         self.tensors |= {"k": kv[..., :nope], "v": kv[..., nope:], "cache_row_offsets": offsets}
         return super().expect()
+
+    def _project(self, latent: torch.Tensor) -> torch.Tensor:
+        return (latent.double() @ self.weight.to(latent.device, torch.float64).T).to(self.data_dtype)
 
 
 OPERATIONS: dict[str, type[Plan]] = {

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from mla import jit_cache
 from mla.errors import ArgumentError, TargetError
 from mla.problem import OPS
-from mla.target import Target
+from mla.target import Target, install_hint
 
 
 def compile_(
@@ -49,7 +49,11 @@ def compile_(
         def show(done: int, total: int, kernel_id: str) -> None:
             progress.update(task, completed=done, total=total, description=kernel_id)
 
-        paths = ahead.compile_ahead(where.arch, op or OPS, output, show)
+        try:
+            paths = ahead.compile_ahead(where.arch, op or OPS, output, show)
+        except (ImportError, RuntimeError) as error:
+            why = str(error).splitlines()[-1]
+            raise TargetError(f"cannot compile for {where}: {why}; {install_hint(where.name)}") from error
     seconds = time.perf_counter() - start
     folder = output or jit_cache.cache_dir()
     if as_json:

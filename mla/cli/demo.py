@@ -21,12 +21,14 @@ from mla.cli.steps import DEMO_STEPS, Step, find_steps
 from mla.plan import PrefillPlan, prefill_plan
 from mla.problem import KV_LORA_RANK
 from mla.target import Target
-from mla.tolerance import FROBENIUS, lse_error, output_error
+from mla.tolerance import FROBENIUS, output_error
 
 NOPE, V_DIM, DEPTH = 128, 128, 192
 SCALE = DEPTH**-0.5
 #: What is compared with the oracle of each sequence: a block of rows, in some heads.
 SAMPLE_ROWS, SAMPLE_HEADS = 8, 2
+#: Keys are up-projected in bf16 here and in float64 there, so that a few of their elements round the other way.
+LSE_BOUND = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,10 @@ def _compare(
     difference = norm = largest = 0.0
     passed, first = True, 0
     for cached, new, rows in zip(step.cached, step.new, batch.rows, strict=True):
+        if new == 0:
+            continue
         count, heads = min(new, SAMPLE_ROWS), torch.randperm(step.heads, generator=random)[:SAMPLE_HEADS]
-        start = int(torch.randint(new - count + 1, (), generator=random)) if new else 0
+        start = int(torch.randint(new - count + 1, (), generator=random))
         own = weight.view(step.heads, NOPE + V_DIM, KV_LORA_RANK)[heads.to(weight.device)].double()
         kv = torch.einsum("nr,hdr->nhd", rows[:, :KV_LORA_RANK].double(), own).to(q.dtype)
         sample = (slice(first + start, first + start + count), heads.to(q.device))
@@ -167,11 +171,11 @@ def _compare(
             torch.tensor([0, count]), torch.tensor([0, len(rows)]), SCALE,
             kv_lengths=torch.tensor([len(rows)]), start_positions=torch.tensor([cached + start]),
         )  # fmt: skip
-        actual, actual_lse = output[sample], lse[sample]
+        actual, lse_difference = output[sample], (lse[sample].double() - expected_lse).abs().max().item()
         difference += (actual.double() - expected).square().sum().item()
         norm += expected.square().sum().item()
-        largest = max([largest, *(actual_lse.double() - expected_lse).abs().flatten().tolist()])
-        passed &= output_error(actual, expected, "bf16") <= 1 and lse_error(actual_lse, expected_lse, "bf16") <= 1
+        largest = max(largest, lse_difference)
+        passed &= output_error(actual, expected, "bf16") <= 1 and lse_difference <= LSE_BOUND
         first += new
     return (difference / norm) ** 0.5, largest, passed
 

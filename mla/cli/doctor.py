@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
@@ -14,10 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mla import dispatch, jit_cache, registry
+from mla.cli import machine
 from mla.target import BACKENDS, TARGET_BACKENDS, Availability, Target
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
+) -> None:
     """Show for every target whether it can run here, or why not, with versions, devices and the cache folder."""
     report = examine()
     if as_json:
@@ -32,7 +34,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
         table.add_row(name, state, ", ".join(found["archs"]), versions)
     console.print(table)
-    for key in ("mla", "python", "torch", "platform", "cache folder", "implementations"):
+    for key in ("mla", "commit", "python", "torch", "platform", "cache folder", "implementations"):
         console.print(f"{key}: {report[key]}", highlight=False, soft_wrap=True)
     for device in report["devices"]:
         console.print(f"device: {device}", highlight=False, soft_wrap=True)
@@ -42,34 +44,31 @@ def examine() -> dict[str, Any]:
     """Collect what `doctor` shows as plain data."""
     targets = {}
     for name in (*TARGET_BACKENDS, *sorted(set(registry.default().backends) - set(BACKENDS))):
-        found = {backend: dispatch.availability(backend) for backend in Target(name).backends}
+        backends = Target(name).backends
+        found = {backend: dispatch.availability(backend) for backend in backends}
         usable = {backend: one for backend, one in found.items() if one.reason is None}
+        versions = {key: value for one in found.values() for key, value in one.versions.items()}
         targets[name] = {
             "available": bool(usable),
-            "reason": None if usable else _reasons(found),
+            "reason": None if usable else _reason(found),
             "archs": sorted({arch for one in usable.values() for arch in one.archs}),
-            "versions": {key: value for one in found.values() for key, value in one.versions.items()},
+            "versions": versions if len(backends) == 1 else {},  # those of several stand in their own lines
         }
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return {
         "targets": targets,
-        "mla": _version(),
+        "mla": machine.package_version(),
+        "commit": machine.commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "devices": [machine.name_of(device) for device in (*devices, torch.device("cpu"))],
         "cache folder": str(jit_cache.cache_dir()),
         "implementations": len(registry.default()),
     }
 
 
-def _reasons(found: dict[str, Availability]) -> str:
+def _reason(found: dict[str, Availability]) -> str:
     if len(found) == 1:
         return str(next(iter(found.values())).reason)
-    return "; ".join(f"{backend}: {one.reason}" for backend, one in found.items())
-
-
-def _version() -> str:
-    try:
-        return version("mla-prefill")
-    except PackageNotFoundError:
-        return "not installed (run from a checkout)"
+    return f"none of {', '.join(found)} is"

@@ -1,4 +1,4 @@
-"""``mla explain`` and ``mla doctor``."""
+"""``mla explain``, ``mla doctor``, and how the command line fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from mla.cli import app
+from mla.cli import app, main
 from mla.target import TARGET_BACKENDS, Availability, install_hint
 
 RUNNER = CliRunner()
@@ -38,12 +38,31 @@ def test_explain_takes_the_problem_and_answers_in_json() -> None:
         (["explain", "decode"], "op: 'decode' is not one of plan, gather, store, prefill, merge"),
         (["explain", "plan", "--target", "cude"], "unknown target 'cude' (did you mean 'cuda'?)"),
         (["explain", "prefill", "--mask", "Causal"], "mask: 'Causal' is not one of CausalMask, NullMask"),
+        (["demo", "--target", "cuda:gfx942"], "target 'cuda:gfx942': unknown architecture 'gfx942'"),
+        (["demo", "--target", "cpu", "--steps", "7"], "--steps: no step 7; steps shipped: 5, 155, 305"),
+        (["demo", "--target", "cpu", "--steps", "none"], "--steps: 'none' is neither a file nor numbers"),
+        (["demo", "--target", "cpu", "--output", "/proc/none"], "[Errno 2]"),
+        (["check", "--target", "cpu", "--target", "cup"], "unknown target 'cup' (did you mean 'cpu'?)"),
+        (["bench", "--target", "gpux"], "unknown target 'gpux' (did you mean 'gpu'?)"),
+        (["compile", "--target", "cuda"], "--target: 'cuda' must be cuda or rocm with an architecture"),
+        (["compile", "--target", "cuda:sm_90a", "--op", "decode"], "--op: 'decode' is not one of plan, gather"),
     ],
 )
-def test_an_error_is_one_line_and_status_2(arguments: list[str], words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "mla", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"mla: {words}") and done.stderr.count("\n") == 1
+def test_an_error_is_one_line_a_hint_and_status_2(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mla", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    message, hint = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert message.startswith(f"mla: {words}") and hint.startswith("hint: `mla ")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "mla", "explain", "decode"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("mla: op: 'decode' is not one of")
 
 
 def test_doctor_names_every_target_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
