@@ -30,7 +30,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +220,53 @@ def obtain(unit: Unit, compile_unit: Callable[[Unit], Binary], compiler: Callabl
             binary = _find_or_compile(unit, compile_unit, compiler)
         _memory[unit.digest] = binary
         return binary
+
+
+def build_ahead(
+    units: Iterable[Unit],
+    compile_unit: Callable[[Unit], Binary],
+    compiler: Callable[[], str],
+    folder: Path | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Path]:
+    """Obtain units on all cores and write each under its plain kernel id; returns the binaries' paths, sorted.
+
+    Parameters
+    ----------
+    units : iterable of Unit
+        Of several with one kernel id the last counts.
+    compile_unit, compiler : callable
+        As `obtain` takes them.
+    folder : Path, optional
+        The cache folder when missing.
+    progress : callable, optional
+        Called with (kernels done, kernels in all, kernel id) after each.
+
+    Raises
+    ------
+    CompileError
+        A unit does not compile; what was written before it stays.
+    OSError
+        The folder cannot be written.
+    """
+    target = cache_dir() if folder is None else Path(folder)
+    by_id = {unit.kernel_id: unit for unit in units}
+
+    def build(unit: Unit) -> Path:
+        return write_ahead(unit, obtain(unit, compile_unit, compiler), compiler(), target)
+
+    paths = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = {pool.submit(build, unit): kernel_id for kernel_id, unit in by_id.items()}
+        try:
+            for done, future in enumerate(as_completed(waiting), 1):
+                paths.append(future.result())
+                if progress is not None:
+                    progress(done, len(by_id), waiting[future])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return sorted(paths)
 
 
 def write_ahead(unit: Unit, binary: Binary, compiler: str, folder: Path) -> Path:
