@@ -58,6 +58,13 @@ MLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "me
 MLA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> MLA_DEVICE void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
+// One thread of a converged warp.
+MLA_DEVICE bool elect_sync() {
+  uint32_t elected;
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- TMA ------------------------------------------------------------------------------------------------------------------------
 
 // L2 cache policies as createpolicy would make them for the whole access.
@@ -83,7 +90,13 @@ MLA_DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontro
 // Waits until the grids this one was launched behind have ended and their writes are visible.
 MLA_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Blocks of the grid, read where it is asked for instead of kept in a register.
+// ---- special registers, read where they are asked for instead of kept in a register of the thread -------------------------------
+
+MLA_DEVICE int tid_x() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 MLA_DEVICE int nctaid_x() {
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));

@@ -21,12 +21,12 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
     for (int stage = 0; stage < kStagesK; stage++) {
       mbarrier_init(shared.k_full(stage), 1 + kRopeGather);
       mbarrier_init(shared.k_empty(stage), kWarps * kRowGroups);
-      mbarrier_init(shared.job_full(stage), 1);
     }
     for (int stage = 0; stage < kStagesV; stage++) {
       mbarrier_init(shared.v_full(stage), 1);
       mbarrier_init(shared.v_empty(stage), kWarps * kRowGroups);
     }
+    for (int warp = 0; warp < kRopeWarps; warp++) mbarrier_init(shared.job_full(warp), 1);
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }

@@ -7,20 +7,19 @@
 struct Consumer {
   const PrefillParams& p;
   const Shared& shared;
-  const int group;         // the row group it works for
-  const int thread, lane;  // in the warpgroup, in the warp
-  const int row;           // its first row in the item; the other is 8 below
+  const int group;  // the row group it works for
   Ring<kStagesK> k;
   Ring<kStagesV> v;
   const Item* item;
 
-  MLA_DEVICE Consumer(const PrefillParams& p_, const Shared& shared_, int group_)
-      : p(p_), shared(shared_), group(group_), thread(threadIdx.x & 127), lane(threadIdx.x & 31), row(thread / 32 * 16 + lane / 4),
-        k{0}, v{0}, item(nullptr) {}
-
+  // This thread's first row in the item; its other row is 8 below.
+  MLA_DEVICE int row() const {
+    const int thread = tid_x() & 127;
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
   MLA_DEVICE float scale() const { return kScaleScores ? 1.0f : p.logit_scale; }
   MLA_DEVICE void release(uint32_t barrier) const {
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (elect_sync()) mbarrier_arrive(barrier);
   }
 
   // One key tile, of which the first W keys are looked at; returns the class of the next one.
@@ -34,17 +33,17 @@ struct Consumer {
       wgmma_ss<Element, W>(s, q_at + descriptor_step(i / 4 * kQBlockBytes + i % 4 * 32),
                            k_at + descriptor_step(i / 4 * kKeyBlockBytes + i % 4 * 32), i > 0);
     wgmma_commit_group();
-    const uint32_t tag = *shared.tag(k.stage());
+    const uint32_t tag = __reduce_or_sync(~0u, *shared.tag(k.stage()));
     wgmma_wait_group<0>();
     release(shared.k_empty(k.stage()));
     k.advance();
-    const uint32_t next = class_in(tag >> kTileBits, group);
+    const uint32_t next = class_in(tag, group);
     if (next == kEnd) release(shared.q_empty(group));
 
-    const int first = int(tag & ((1u << kTileBits) - 1)) * kBlockN;
-    const int key = first + lane % 4 * 2;
-    if constexpr (kScaleScores) scale_scores<W>(s, p, *item, row, key);
-    if constexpr (kMasked) mask_scores<W>(s, p, *item, row, key);
+    const int first = int(tag & kTileMask) * kBlockN;
+    const int key = first + tid_x() % 4 * 2;
+    if constexpr (kScaleScores) scale_scores<W>(s, p, *item, row(), key);
+    if constexpr (kMasked) mask_scores<W>(s, p, *item, row(), key);
     float alpha[2];
     const bool moved = move_reference<W>(s, sums, alpha, scale());
     exponentials<W>(s, sums, scale());
@@ -75,7 +74,7 @@ struct Consumer {
   MLA_DEVICE void clear_v_past(int keys) const {
     if (keys >= kBlockN) return;
     uint8_t* rows = shared.v_bytes(v.stage()) + keys * kSwizzleBytes;
-    for (int i = thread; i < (kBlockN - keys) * (kSwizzleBytes / 16); i += 128)
+    for (int i = tid_x() & 127; i < (kBlockN - keys) * (kSwizzleBytes / 16); i += 128)
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
         *reinterpret_cast<uint4*>(rows + block * kKeyBlockBytes + i * 16) = make_uint4(0, 0, 0, 0);
@@ -86,7 +85,7 @@ struct Consumer {
   // A tile of which this warpgroup sees nothing.
   MLA_DEVICE uint32_t skip() {
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
-    const uint32_t next = class_in(*shared.tag(k.stage()) >> kTileBits, group);
+    const uint32_t next = class_in(*shared.tag(k.stage()), group);
     __syncwarp();
     release(shared.k_empty(k.stage()));
     k.advance();
@@ -99,7 +98,7 @@ struct Consumer {
 };
 
 MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group) {
-  Consumer consumer(p, shared, group);
+  Consumer consumer{p, shared, group, {0}, {0}, nullptr};
   uint32_t q_phase = 0;
 #pragma unroll 1
   while (true) {
@@ -120,6 +119,6 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group)
       if (type == kHidden) type = consumer.skip();
       if (type == kHalf) type = consumer.template step<true, kBlockN / 2>(o, sums);
     }
-    finish_item(p, *consumer.item, consumer.row, o, sums, consumer.scale());
+    finish_item(p, *consumer.item, consumer.row(), o, sums, consumer.scale());
   }
 }

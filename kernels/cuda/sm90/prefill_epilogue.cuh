@@ -22,21 +22,21 @@ MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, b
 }
 
 // A 4 x 4 transposition over the quad: lane t has word i of lane i's, and ends with the words of column block t.
-MLA_DEVICE void transpose_quad(uint32_t& a0, uint32_t& a1, uint32_t& a2, uint32_t& a3) {
-  const int t = threadIdx.x & 3;
-  uint32_t x = __shfl_xor_sync(~0u, t & 1 ? a0 : a1, 1), y = __shfl_xor_sync(~0u, t & 1 ? a2 : a3, 1);
-  if (t & 1) a0 = x, a2 = y;
-  else a1 = x, a3 = y;
-  x = __shfl_xor_sync(~0u, t & 2 ? a0 : a2, 2);
-  y = __shfl_xor_sync(~0u, t & 2 ? a1 : a3, 2);
-  if (t & 2) a0 = x, a1 = y;
-  else a2 = x, a3 = y;
+MLA_DEVICE void transpose_quad(uint32_t (&a)[4]) {
+  const bool odd = tid_x() & 1, high = tid_x() & 2;
+  uint32_t x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
+  if (odd) a[0] = x, a[2] = y;
+  else a[1] = x, a[3] = y;
+  x = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2);
+  y = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
+  if (high) a[0] = x, a[1] = y;
+  else a[2] = x, a[3] = y;
 }
 
 // Stores this thread's two rows.
 MLA_DEVICE void store_rows(const PrefillParams& p, const Item& item, int row, const float (&o)[MLA_V_DIM / 2], const RowSums& sums, float scale) {
   constexpr int N = MLA_V_DIM / 2;
-  const int t = threadIdx.x & 3;
+  const int t = tid_x() & 3;
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) factor[r] = finish_row(p, item, row + 8 * r, t == 0, sums.m[r], sums.l[r], scale);
@@ -50,17 +50,20 @@ MLA_DEVICE void store_rows(const PrefillParams& p, const Item& item, int row, co
           *reinterpret_cast<float2*>(to + 8 * r * p.output_stride_t + 8 * j + 2 * t) =
               make_float2(o[4 * j + 2 * r] * factor[r], o[4 * j + 2 * r + 1] * factor[r]);
   } else {
-    uint32_t pairs[N / 2];  // as the accumulator has them, half the registers
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) pairs[i] = cvt_rn_x2<Element>(o[2 * i] * factor[i & 1], o[2 * i + 1] * factor[i & 1]);
+    for (int g = 0; g < N / 16; g++)  // 32 columns
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+      for (int r = 0; r < 2; r++) {
+        uint32_t words[4];
 #pragma unroll
-      for (int g = 0; g < N / 16; g++) {
-        uint32_t &a0 = pairs[8 * g + r], &a1 = pairs[8 * g + 2 + r], &a2 = pairs[8 * g + 4 + r], &a3 = pairs[8 * g + 6 + r];
-        transpose_quad(a0, a1, a2, a3);
+        for (int j = 0; j < 4; j++) {
+          const int i = 4 * (4 * g + j) + 2 * r;
+          words[j] = cvt_rn_x2<Element>(o[i] * factor[r], o[i + 1] * factor[r]);
+        }
+        transpose_quad(words);
         if (row + 8 * r < item.rows)
-          *reinterpret_cast<uint4*>(to + 8 * r * p.output_stride_t + 32 * g + 8 * t) = make_uint4(a0, a1, a2, a3);
+          *reinterpret_cast<uint4*>(to + 8 * r * p.output_stride_t + 32 * g + 8 * t) =
+              make_uint4(words[0], words[1], words[2], words[3]);
       }
   }
 }

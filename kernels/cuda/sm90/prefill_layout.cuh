@@ -73,21 +73,23 @@ struct alignas(16) Item {
 
 // What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.
 enum TileClass : uint32_t { kHidden = kTileHidden, kPartial = kTilePartial, kVisible = kTileVisible, kHalf = 3, kEnd = 4 };
-constexpr int kClassBits = 4;
-constexpr uint32_t kClassMask = (1 << kClassBits) - 1;
-constexpr uint32_t kEndOfAll = 0x444;
-MLA_DEVICE uint32_t class_in(uint32_t code, int row_group) { return code >> (kClassBits * row_group) & kClassMask; }
 
-// A K stage is tagged with its tile and the class of the tile after it, for each row group.
-constexpr int kTileBits = 20;
-static_assert(kTileBits + kClassBits * kRowGroups <= 32, "a tag is one word");
+// A key tile and classes, one for each row group, in a word. A K stage is tagged with its tile and the classes of the tile after it.
+constexpr int kTileBits = 20, kClassBits = 4;
+constexpr uint32_t kTileMask = (1u << kTileBits) - 1;
+constexpr uint32_t kEndOfAll = 0x444u << kTileBits;
+static_assert(kTileBits + kClassBits * kRowGroups <= 32 && kRowGroups <= 3, "tile and classes fill a word");
+MLA_DEVICE uint32_t class_in(uint32_t word, int row_group) { return word >> (kTileBits + kClassBits * row_group) & ((1 << kClassBits) - 1); }
 
-// How the rope rows of a K stage come.
+// How the rope rows of a K tile come. The tiles go round the rope warps, each of which has a mailbox: it is free again when its tile has
+// been consumed, and that is long before the producer comes round.
+constexpr int kRopeWarps = 3;
+static_assert(kStagesK <= kRopeWarps, "a mailbox is read before it is written again");
 enum RopeSource : int { kRopeByTma = 0, kRopeByCopy = 1, kRopeNoMore = 2 };
 struct alignas(16) RopeJob {
   int sequence;
   int token;  // position of the first row
-  int rows;
+  int keys;   // from there to the sequence's end
   int source;
 };
 
@@ -109,9 +111,9 @@ constexpr int kOffsetV = kOffsetK + kStagesK * kKBytes;
 constexpr int kOffsetItems = kOffsetV + kStagesV * kVBytes;                     // by row group: two buffers and the producer's draft
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
-constexpr int kOffsetTags = kOffsetJobs + kStagesK * int(sizeof(RopeJob));
+constexpr int kOffsetTags = kOffsetJobs + kRopeWarps * int(sizeof(RopeJob));
 constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;  // words
-constexpr int kBarriers = 2 * kRowGroups + 3 * kStagesK + 2 * kStagesV;
+constexpr int kBarriers = 2 * kRowGroups + 2 * kStagesK + 2 * kStagesV + kRopeWarps;
 constexpr int kAlignment = 1024;                                                // of swizzle atoms
 static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetBarriers + 8 * kBarriers, "the host counts other bytes");
 
@@ -134,7 +136,7 @@ struct Shared {
   }
   MLA_DEVICE Item* draft() const { return item(0, 2); }  // [kRowGroups]
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
-  MLA_DEVICE RopeJob* job(int stage) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + stage; }
+  MLA_DEVICE RopeJob* job(int warp) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + warp; }
   MLA_DEVICE volatile uint32_t* tag(int stage) const {
     return reinterpret_cast<volatile uint32_t*>(bytes + kOffsetTags) + 2 * stage;
   }
@@ -143,10 +145,12 @@ struct Shared {
   MLA_DEVICE uint32_t q_empty(int group) const { return barrier(kRowGroups + group); }   // those consumers' warps -> producer
   MLA_DEVICE uint32_t k_full(int stage) const { return barrier(2 * kRowGroups + stage); }  // producer, TMA, rope warp -> consumers
   MLA_DEVICE uint32_t k_empty(int stage) const { return barrier(2 * kRowGroups + kStagesK + stage); }  // consumers' warps -> producer
-  MLA_DEVICE uint32_t job_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }  // producer -> rope warp
-  MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + stage); }  // producer, TMA -> consumers
+  MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }  // producer, TMA -> consumers
   MLA_DEVICE uint32_t v_empty(int stage) const {  // consumers' warps -> producer
-    return barrier(2 * kRowGroups + 3 * kStagesK + kStagesV + stage);
+    return barrier(2 * kRowGroups + 2 * kStagesK + kStagesV + stage);
+  }
+  MLA_DEVICE uint32_t job_full(int warp) const {  // producer -> rope warp
+    return barrier(2 * kRowGroups + 2 * kStagesK + 2 * kStagesV + warp);
   }
 
  private:

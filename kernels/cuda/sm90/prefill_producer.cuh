@@ -7,11 +7,7 @@
 struct TileWalk {
   int chunk;         // of 32 tiles; the one in `pending`
   uint32_t pending;  // its visible tiles not yet taken
-  uint32_t code;     // classes of this lane's tile, kClassBits a row group
-};
-struct ClassedTile {
-  int index;  // negative: no more
-  uint32_t code;
+  uint32_t word;     // this lane's tile and its classes
 };
 
 // Class of keys [first, end) for one row group.
@@ -20,11 +16,11 @@ MLA_DEVICE uint32_t class_of_keys(const PrefillParams& p, const Item& item, int 
                          item.k_position + end - 1);
 }
 
-// Classes of a tile for all row groups.
+// A tile and its classes for all row groups; without classes it is hidden from all.
 MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int tile) {
   const int first = tile * kBlockN, middle = first + kBlockN / 2, past = first + kBlockN;
   const int end = past < items->n_keys ? past : items->n_keys;
-  uint32_t code = 0;
+  uint32_t word = tile;
 #pragma unroll 1
   for (int group = 0; group < kRowGroups; group++) {
     const Item& item = items[group];
@@ -32,24 +28,22 @@ MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int ti
     uint32_t type = class_of_keys(p, item, first, end);
     if (type == kVisible && end < past) type = kPartial;
     if (type == kPartial && (middle >= end || class_of_keys(p, item, middle, end) == kHidden)) type = kHalf;
-    code |= type << (kClassBits * group);
+    word |= type << (kTileBits + kClassBits * group);
   }
-  return code;
+  return word;
 }
 
-MLA_DEVICE void class_chunk(const PrefillParams& p, const Item* items, TileWalk& walk) {
-  walk.code = class_tile(p, items, walk.chunk * 32 + (threadIdx.x & 31));
-  walk.pending = __ballot_sync(~0u, walk.code != 0);
-}
-MLA_DEVICE ClassedTile next_tile(const PrefillParams& p, const Item* items, TileWalk& walk) {
+// The next tile, or kEndOfAll.
+MLA_DEVICE uint32_t next_tile(const PrefillParams& p, const Item* items, TileWalk& walk) {
   while (walk.pending == 0) {
-    if (walk.chunk == 0) return {-1, kEndOfAll};
+    if (walk.chunk == 0) return kEndOfAll;
     walk.chunk--;
-    class_chunk(p, items, walk);
+    walk.word = class_tile(p, items, walk.chunk * 32 + (threadIdx.x & 31));
+    walk.pending = __ballot_sync(~0u, walk.word > kTileMask);
   }
   const int top = 31 - __clz(walk.pending);
   walk.pending &= ~(1u << top);
-  return {walk.chunk * 32 + top, __shfl_sync(~0u, walk.code, top)};
+  return __shfl_sync(~0u, walk.word, top);
 }
 
 constexpr int kBox = kRopeBox > 0 ? kRopeBox : kBlockN;
@@ -121,22 +115,20 @@ struct Producer {
     }
     if constexpr (kRopeGather) {
 #pragma unroll 1
-      for (int warp = 0; warp < 3; warp++) {
-        mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
-        if (lead()) post_job({0, 0, 0, kRopeNoMore});
-        k.advance();
-      }
+      for (int stage = 0; stage < kStagesK; stage++, k.advance()) mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
+      if (lead())
+        for (int warp = 0; warp < kRopeWarps; warp++) post_job(warp, {0, 0, 0, kRopeNoMore});
     }
   }
 
-  MLA_DEVICE void post_job(const RopeJob& job) {
-    *shared.job(k.stage()) = job;
-    mbarrier_arrive(shared.job_full(k.stage()));
+  MLA_DEVICE void post_job(int warp, const RopeJob& job) {
+    *shared.job(warp) = job;
+    mbarrier_arrive(shared.job_full(warp));
   }
 
-  MLA_DEVICE void load_k(int tile, uint32_t next_code) {
+  MLA_DEVICE void load_k(uint32_t tile, uint32_t next) {
     const Item& item = *items;
-    const int first = tile * kBlockN;
+    const int first = int(tile & kTileMask) * kBlockN;
     const bool boxes = rope_boxes();
     // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
     int page = 0, last_box = 0;
@@ -149,14 +141,13 @@ struct Producer {
     mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
     const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
     if (lead()) {
-      *shared.tag(k.stage()) = uint32_t(tile) | next_code << kTileBits;
+      *shared.tag(k.stage()) = (tile & kTileMask) | (next & ~kTileMask);
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKBytes - kRopeBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks - 1; block++)
         cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, item.k_row + first, full, kEvictLast);
       if constexpr (kRopeGather) {
-        const int left = item.n_keys - first;
-        post_job({item.sequence, item.k_position + first, left < kBlockN ? left : kBlockN, boxes ? kRopeByTma : kRopeByCopy});
+        post_job(k.count % kRopeWarps, {item.sequence, item.k_position + first, item.n_keys - first, boxes ? kRopeByTma : kRopeByCopy});
       }
     }
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
@@ -179,14 +170,16 @@ struct Producer {
     k.advance();
   }
 
-  MLA_DEVICE void load_v(int tile) {
+  // V of the tile whose K was loaded `back` stages ago.
+  MLA_DEVICE void load_v(int back) {
+    const int first = int(*shared.tag((k.count - back) % kStagesK) & kTileMask) * kBlockN;
     mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
     if (lead()) {
       const uint32_t full = shared.v_full(v.stage());
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
-        cp_async_bulk_tensor_3d(shared.v(v.stage()) + block * kKeyBlockBytes, p.v, block * 64, items->head, items->k_row + tile * kBlockN, full,
+        cp_async_bulk_tensor_3d(shared.v(v.stage()) + block * kKeyBlockBytes, p.v, block * 64, items->head, items->k_row + first, full,
                                 kEvictLast);
     }
     v.advance();
@@ -196,21 +189,21 @@ struct Producer {
   // first K goes ahead, because it need not wait for the previous item's last product.
   MLA_DEVICE void load(bool cold) {
     TileWalk walk{ceil_div(items->n_keys, 32 * kBlockN), 0, 0};
-    ClassedTile tile = next_tile(p, items, walk);
-    if (lane() < kRowGroups) items[lane()].first_class = class_in(tile.code, lane());
+    uint32_t tile = next_tile(p, items, walk);
+    if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
     __syncwarp();
-    if (cold || tile.index < 0) load_q();
-    int before = -1;
+    if (cold || tile == kEndOfAll) load_q();
+    bool first = true;
 #pragma unroll 1
-    while (tile.index >= 0) {
-      const int index = tile.index;
-      tile = next_tile(p, items, walk);
-      load_k(index, tile.code);
-      if (before >= 0) load_v(before);
+    while (tile != kEndOfAll) {
+      const uint32_t next = next_tile(p, items, walk);
+      load_k(tile, next);
+      if (!first) load_v(2);
       else if (!cold) load_q();
-      before = index;
+      first = false;
+      tile = next;
     }
-    if (before >= 0) load_v(before);
+    if (!first) load_v(1);
   }
 };
 
@@ -253,28 +246,31 @@ MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
   }
 }
 
-// Rope rows of every third K stage, copied 16 bytes a lane into the swizzle that TMA would have made.
+// Rope rows of every third K tile, copied 16 bytes a lane into the swizzle that TMA would have made.
 MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int warp) {
   const int lane = threadIdx.x & 31;
+  uint32_t phase = 0;
+  // Counted as the producer counts, whose ring begins a round ahead.
 #pragma unroll 1
-  for (int job_index = warp;; job_index += 3) {
-    const int stage = job_index % kStagesK;
-    mbarrier_wait_parity(shared.job_full(stage), job_index / kStagesK & 1);
-    const RopeJob job = *shared.job(stage);
+  for (uint32_t count = kStagesK + (warp + kRopeWarps - kStagesK % kRopeWarps) % kRopeWarps;; count += kRopeWarps, phase ^= 1) {
+    const int stage = count % kStagesK;
+    mbarrier_wait_parity(shared.job_full(warp), phase);
+    const RopeJob job = *shared.job(warp);
     if (job.source == kRopeNoMore) return;
     if (job.source == kRopeByCopy) {
       const int* pages = page_row(p.page_table, job.sequence);
+      const int rows = job.keys < kBlockN ? job.keys : kBlockN;
       const uint32_t to = shared.k(stage) + (kQkBlocks - 1) * kKeyBlockBytes;
 #pragma unroll 1
-      for (int first = 0; first < job.rows; first += 32) {
-        const int row = first + lane < job.rows ? first + lane : job.rows - 1;
+      for (int first = 0; first < rows; first += 32) {
+        const int row = first + lane < rows ? first + lane : rows - 1;
         const uint64_t address = reinterpret_cast<uint64_t>(token_row(p.rope_rows, pages, job.token + row));
-#pragma unroll
+#pragma unroll 2
         for (int i = 0; i < 8; i++) {
           const int copied = 4 * i + lane / 8, chunk = lane % 8;
           const uint64_t from = __shfl_sync(~0u, address, copied);
           const int at = first + copied;
-          if (at < job.rows)
+          if (at < rows)
             cp_async_cg_16(to + at * kSwizzleBytes + ((chunk ^ (at & 7)) << 4), reinterpret_cast<const uint8_t*>(from) + 16 * chunk, 16);
         }
       }
