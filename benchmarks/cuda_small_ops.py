@@ -1,6 +1,6 @@
 """Time plan, gather, store and merge of the CUDA backend, the host cost of a call, and a cold start.
 
-    python benchmarks/cuda_small_ops.py [--json FILE] [--processes N]
+    python benchmarks/cuda_small_ops.py [--json FILE] [--commit NAME] [--processes N]
 
 GPU times are medians of events around one call, L2 flushed before each; ``kernel`` is the duration of the kernel alone,
 by the profiler. Bandwidth counts bytes read and written once, beside a device copy of as many bytes in the same run.
@@ -179,13 +179,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--commit", help="what is measured, kept in the JSON")
     options = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     availability = runtime.probe()
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(DEVICE),
         "versions": availability.versions,
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": options.commit,
         "rows": [],
     }
 
@@ -208,6 +209,7 @@ def main() -> None:
             "gather": gather_call(1024, 64, None)[0],
             "store": store_call(1024, 64, None)[0],
             "merge": merge_call(16, 16, torch.bfloat16)[0],
+            "merge of no tokens, which launches nothing": merge_call(0, 16, torch.bfloat16)[0],
         }.items()
     }
     print("host us a call, launch included:", {name: round(us, 2) for name, us in results["host_us"].items()})

@@ -112,7 +112,10 @@ class Kernel:
         self.arch = arch_of(device)
         self.device_index = device.index
         self._library, self.report = _library(spec, self.arch)  # the library keeps the kernel loaded
-        self._handle = int(self._library.get_kernel(spec.symbol).handle)
+        try:
+            self._handle = int(self._library.get_kernel(spec.symbol).handle)
+        except Exception as error:
+            raise MlaError(f"the driver does not load {spec.kernel_id(self.arch)}: {error}") from error
         self._attributes = (_LaunchAttribute * spec.programmatic)()
         for attribute in self._attributes:
             attribute.id, attribute.value = _LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION, 1
