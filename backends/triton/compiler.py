@@ -1,8 +1,9 @@
 """Kernel descriptions to compiled kernels, for any architecture, on any machine: Triton compiles without a GPU.
 
-A `KernelSpec` fixes everything that Triton's own just-in-time path would guess from the arguments of a call: types, what
-addresses and strides are divisible by, constants. So a problem compiles once, whatever values its calls bring, and the
-same description compiles ahead for hardware that is not here. Binaries are kept in Triton's own cache (TRITON_CACHE_DIR).
+A `KernelSpec` fixes everything that Triton's own just-in-time path would guess from the arguments of a call: types,
+what addresses and strides are divisible by, constants. So a problem compiles once, whatever values its calls bring,
+and the same description compiles ahead for hardware that is not here. Binaries are kept in Triton's own cache
+(TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla import mask_code
+from mla._paths import KERNELS
 from mla.errors import CompileError
 
 if TYPE_CHECKING:
@@ -38,50 +41,69 @@ class KernelSpec:
     name : str
         ``module.function`` below ``kernels/triton``.
     types : tuple of (str, str or None)
-        Every run-time parameter in order with its Triton type (``*bf16``, ``i32``); None for one that is absent.
+        Every run-time parameter in order with its Triton type (``*bf16``, ``i32``; ``map<bf16[128, 1, 128]>`` is a
+        tensor map of that box); None for one that is absent.
     constants : tuple of (str, object)
         Every compile-time parameter that is a plain value.
     mask : MaskProgram or None
-        Where the kernel takes ``MASK_*`` functions, the program that they are printed from.
+        The program that the kernel's mask functions are printed from: ``MASK_*`` parameters in Triton; in Gluon, whose
+        warp partitions cannot be handed functions, global names put in front of the kernel's text.
     divisible : tuple of (str, int)
         What the address (in bytes) or value of a run-time parameter is divisible by, where more than nothing is known.
     num_warps, num_stages : int
+    gluon : bool
+        The kernel is written in Gluon, Triton's lower-level language.
     """
 
     name: str
     types: tuple[tuple[str, str | None], ...]
     constants: tuple[tuple[str, Any], ...] = ()
     mask: MaskProgram | None = None
-    divisible: tuple[tuple[str, int], ...] = field(default=())
+    divisible: tuple[tuple[str, int], ...] = ()
     num_warps: int = 4
     num_stages: int = 1
+    gluon: bool = False
 
 
-def function(name: str) -> Any:
-    """Return the ``triton.jit`` function ``module.function`` of ``kernels/triton``."""
-    module, _, attribute = name.partition(".")
-    return getattr(importlib.import_module(f"mla.kernels.triton.{module}"), attribute)
+def function(spec: KernelSpec) -> Any:
+    """Return the ``jit`` function of a kernel."""
+    module, _, attribute = spec.name.partition(".")
+    if not spec.gluon:
+        return getattr(importlib.import_module(f"mla.kernels.triton.{module}"), attribute)
+    assert spec.mask is not None
+    return _gluon_module(module, spec.mask)[attribute]
+
+
+@functools.cache
+def _gluon_module(module: str, program: MaskProgram) -> Mapping[str, Any]:
+    text = (KERNELS / "triton" / f"{module}.py").read_text()
+    return _execute(f"{module} {program.key}", mask_code.triton_source(program) + text)
 
 
 @functools.cache
 def mask_functions(program: MaskProgram) -> Mapping[str, Any]:
-    """Return the functions of a mask as ``triton.jit`` functions, by the names of the kernel's parameters.
+    """Return the functions of a mask as ``triton.jit`` functions, by the names of the kernel's parameters."""
+    namespace = _execute(f"mask {program.key}", mask_code.triton_source(program))
+    return {parameter: namespace.get(printed) for parameter, printed in _MASK_FUNCTIONS.items()}
+
+
+def _execute(name: str, text: str) -> dict[str, Any]:
+    """Run a generated module and return its names.
 
     Triton reads a function's source from the file it was defined in; the text is registered with `linecache` under
     a name of its own instead, so no file is written.
     """
-    text = mask_code.triton_source(program)
-    filename = f"<mask {program.key}>"
+    filename = f"<{name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": f"mla.masks.{program.key}"}
+    namespace: dict[str, Any] = {"__name__": "mla.kernels.triton.generated", "__package__": "mla.kernels.triton"}
     exec(compile(text, filename, "exec"), namespace)
-    return {parameter: namespace.get(printed) for parameter, printed in _MASK_FUNCTIONS.items()}
+    return namespace
 
 
 def constants(spec: KernelSpec) -> dict[str, Any]:
     """Return every compile-time parameter: plain values, mask functions, and None for run-time parameters left out."""
     values = dict(spec.constants)
-    if spec.mask is not None:
+    if spec.mask is not None and not spec.gluon:
         values |= mask_functions(spec.mask)
     return values | {name: None for name, kind in spec.types if kind is None}
 
@@ -108,17 +130,39 @@ def build(spec: KernelSpec, arch: str) -> Any:
         With Triton's message and the description of the kernel.
     """
     import triton
-    from triton.compiler import ASTSource
 
-    kernel = function(spec.name)
-    types, fixed, divisible = dict(spec.types), constants(spec), dict(spec.divisible)
-    signature = {name: types.get(name) or "constexpr" for name in kernel.arg_names}
+    kernel = function(spec)
+    types, divisible = dict(spec.types), dict(spec.divisible)
+    signature = {name: _type(types.get(name)) for name in kernel.arg_names}
     attributes = {
-        (index,): [["tt.divisibility", divisible[name]]] for index, name in enumerate(kernel.arg_names) if name in divisible
+        (index,): [["tt.divisibility", divisible[name]]]
+        for index, name in enumerate(kernel.arg_names)
+        if name in divisible
     }
-    source = ASTSource(kernel, signature, fixed, attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
     try:
+        source = _source_class(spec)(kernel, signature, constants(spec), attributes)
         return triton.compile(source, target=gpu_target(arch), options=options)
     except Exception as error:
         raise CompileError(f"triton does not compile {spec.name} for {arch}: {error}\n{spec}") from error
+
+
+def _source_class(spec: KernelSpec) -> Any:
+    if spec.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _type(kind: str | None) -> str:
+    if kind is None:
+        return "constexpr"
+    if found := re.fullmatch(r"map<(\w+)(\[.*\])>", kind):
+        from triton.experimental.gluon.language import NVMMASharedLayout
+
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=found[2].count(",") + 1)
+        return f"tensordesc<{found[1]}{found[2]},{layout!r}>"
+    return kind

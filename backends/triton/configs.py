@@ -1,16 +1,21 @@
 """Tile sizes by architecture, and what they need of shared memory.
 
-A table, not an autotuner: a call never times anything, and a row's bits depend on nothing but its own sequence. The first
-tile of an architecture's list that fits into the shared memory the device reports is taken, so a part with less than
-its class usually has gets a smaller one.
+A table, not an autotuner: a call never times anything, and a row's bits depend on nothing but its own sequence. The
+first tile of an architecture's list that fits into the shared memory the device reports is taken, so a part with less
+than its class usually has gets a smaller one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mla.problem import Problem
 
 KIB = 1024
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -35,51 +40,67 @@ SHARED_BYTES = {
     "gfx*": 64 * KIB,
 }
 
-# 16-bit inputs, by (architecture, q_depth): the most wanted tile first. Registers decide as much as shared memory does: the
-# query tile lies in registers on sm_8x and AMD, in shared memory from sm_90 on; every entry for sm_80, sm_90, gfx90a,
-# gfx942 and gfx950 compiles without spills (asserted by tests/kernels/test_triton_compile.py).
-_SMALL = {192: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)), 256: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(64, 16, 8, 1))}
+# 16-bit inputs, by (architecture, q_depth): the most wanted tile first. Registers decide as much as shared memory
+# does: the query tile lies in registers on sm_8x and AMD, in shared memory from sm_90 on; every entry for sm_80,
+# sm_90, gfx90a, gfx942 and gfx950 compiles without spills (asserted by tests/kernels/test_triton_compile.py).
+_SMALL = {
+    192: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)),
+    256: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(64, 16, 8, 1)),
+}
+_SMALL_AMD = (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1))
 _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_8*": {192: (Tile(128, 64, 8, 2), *_SMALL[192]), 256: _SMALL[256]},
-    "sm_9*": {192: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), *_SMALL[192]), 256: (Tile(128, 64, 8, 2), *_SMALL[256])},
+    "sm_9*": {192: (Tile(128, 64, 8, 5), Tile(128, 64, 8, 2), *_SMALL[192]), 256: (Tile(128, 32, 8, 5), *_SMALL[256])},
     "sm_10*": {192: (Tile(128, 64, 8, 2), *_SMALL[192]), 256: (Tile(128, 64, 8, 2), *_SMALL[256])},
     "sm_12*": {192: (Tile(128, 64, 8, 2), *_SMALL[192]), 256: _SMALL[256]},
-    "gfx950": {192: (Tile(128, 64, 4, 2),), 256: (Tile(64, 32, 4, 2),)},
-    "gfx9*": {192: (Tile(128, 64, 4, 1),), 256: (Tile(64, 32, 4, 2),)},
+    "gfx950": {192: (Tile(128, 64, 4, 2), *_SMALL_AMD), 256: (Tile(64, 32, 4, 2), *_SMALL_AMD)},
+    "gfx9*": {192: (Tile(128, 64, 4, 1), *_SMALL_AMD), 256: _SMALL_AMD},
     "gfx*": {192: (Tile(64, 32, 8, 1),), 256: (Tile(64, 32, 8, 1),)},
 }
 # float32 runs on the plain arithmetic units (TF32 is never used).
-_FLOAT32 = (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1))
+_FLOAT32 = (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+#: The warp-specialised kernel of sm_90: query rows and keys of a step, stages, registers of a consumer's and a
+#: producer's thread.
+HOPPER_BLOCK_M = 128
+HOPPER_BLOCK_N = 128
+HOPPER = {"STAGES_K": 2, "STAGES_V": 2, "CONSUMER_REGISTERS": 200, "PRODUCER_REGISTERS": 104}
 #: Bytes of keys and values that one group of heads may keep in the L2 cache; H200: 60 MB in two halves.
 L2_BYTES = 16 << 20
 
 
 def shared_bytes(arch: str) -> int:
     """Return the usual shared memory of a block on an architecture (``sm_90a``, ``gfx942``)."""
+    arch = "sm_80" if arch == "cpu" else arch
     return next((size for pattern, size in SHARED_BYTES.items() if fnmatchcase(arch.rstrip("af"), pattern)), 48 * KIB)
 
 
-def tiles(arch: str, q_depth: int, dtypes: str) -> tuple[Tile, ...]:
-    """Return the tiles of an architecture for inputs of one dtype, the most wanted first."""
-    if dtypes == "fp32":
+def tiles(arch: str, problem: Problem) -> tuple[Tile, ...]:
+    """Return the tiles of an architecture for a problem, the most wanted first."""
+    if problem.dtypes == "fp32":
         return _FLOAT32
-    return next((table[q_depth] for pattern, table in _TILES.items() if fnmatchcase(arch.rstrip("af"), pattern)), ())
+    arch = "sm_80" if arch == "cpu" else arch.rstrip("af")
+    return next((table[problem.dims[0]] for pattern, table in _TILES.items() if fnmatchcase(arch, pattern)), ())
 
 
-def tile_bytes(tile: Tile, arch: str, dims: tuple[int, int], itemsize: int) -> int:
+def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
     """Return a bound of the shared memory that `prefill` takes with a tile.
 
-    Keys, rope and values of every stage; from sm_90 on the query tile too, elsewhere room for changes of layout.
+    Keys, rope, values and biases of every stage in flight; from sm_90 on the query tile too, elsewhere room for changes
+    of layout. AMD keeps one stage of several in registers; NVIDIA one of three or more for the page ids.
     """
-    q_depth, v_head_dim = dims
-    stages = tile.num_stages * tile.block_n * (q_depth + v_head_dim) * itemsize
+    q_depth, v_head_dim = problem.dims
+    itemsize = ITEMSIZE[problem.dtypes]
+    biases = 0 if problem.mask is None else sum(ITEMSIZE[bias] for bias in problem.mask.biases)
+    stage = tile.block_n * ((q_depth + v_head_dim) * itemsize + tile.block_m * biases)
+    if arch.startswith("gfx"):
+        return max(tile.num_stages - 1, 1) * stage + 16 * KIB
+    stages = (tile.num_stages + 1) // 2 if tile.num_stages > 2 else tile.num_stages
     if arch.startswith(("sm_9", "sm_10")):
-        return tile.block_m * q_depth * itemsize + stages + 2 * KIB
-    return stages + 16 * KIB
+        return tile.block_m * q_depth * itemsize + stages * stage + 2 * KIB
+    return stages * stage + 16 * KIB
 
 
-def choose(arch: str, dims: tuple[int, int], dtypes: str, limit: int) -> Tile | None:
+def choose(arch: str, problem: Problem, limit: int) -> Tile | None:
     """Return the most wanted tile that fits into `limit` bytes of shared memory."""
-    itemsize = 4 if dtypes == "fp32" else 2
-    fitting = (tile for tile in tiles(arch, dims[0], dtypes) if tile_bytes(tile, arch, dims, itemsize) <= limit)
+    fitting = (tile for tile in tiles(arch, problem) if tile_bytes(tile, arch, problem) <= limit)
     return next(fitting, None)

@@ -1,61 +1,83 @@
-"""The prefill entry: which tile a problem gets, and how a call becomes the arguments of the kernels."""
+"""The prefill entries: which kernels and tile a problem gets, and their launch."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from mla.backends.triton import configs
-from mla.backends.triton.compiler import ELEMENT_TYPES, KernelSpec
+from mla.backends.triton.arguments import BIASES, CAPTURES, order_batch, query_tiles, values_of
+from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.configs import Tile
-from mla.backends.triton.runtime import arch_of, interpreted, load, shared_bytes
-from mla.errors import ShapeError
-from mla.masks import CausalMask, MaskProgram, NullMask
+from mla.backends.triton.entry import Entry
+from mla.backends.triton.runtime import TensorMap, arch_of, load, shared_bytes
+from mla.errors import ShapeError, UnsupportedError
+from mla.masks import CausalMask, NullMask
 from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
 
 #: Sequences that the schedule orders at a time.
 SCHEDULE_BLOCK = 1024
-_HAS_CACHE_OFFSETS, _HAS_START_POSITIONS, _HAS_KV_LENGTHS, _LENGTHS_INCLUDE_NEW = 1, 2, 4, 8
-_BIAS_ARGUMENTS = 6
+
+_INDEX = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "cache_offsets", "start_positions", "kv_lengths")
 
 
-def specs(problem: Problem, arch: str, tile: Tile) -> tuple[KernelSpec, KernelSpec]:
-    """Describe the kernels of a problem: the schedule of a batch, and attention."""
-    assert problem.mask is not None
+def schedule_spec(problem: Problem, block_m: int) -> KernelSpec:
+    """Describe the kernel that orders a batch."""
+    types = dict.fromkeys(("order", *_INDEX), "*i32") | dict.fromkeys(("flags", "rope_length", "batch_size"), "i32")
+    constants = (("ROPE", problem.rope), ("BLOCK_M", block_m), ("BLOCK", SCHEDULE_BLOCK))
+    return KernelSpec("prefill.schedule", tuple(types.items()), constants)
+
+
+def _pointers(problem: Problem, keys: dict[str, str | None]) -> dict[str, str | None]:
+    """Return the pointer parameters that both attention kernels begin with; `keys` stands between q_rope and rope."""
     element = "*" + ELEMENT_TYPES[problem.dtypes]
-    index = dict.fromkeys(("order", "cu_seqlens_q", "cu_seqlens_k", "lengths", "cache_offsets", "start_positions", "kv_lengths"), "*i32")
-    schedule = KernelSpec(
-        "prefill.schedule",
-        (*index.items(), ("flags", "i32"), ("rope_length", "i32"), ("batch_size", "i32")),
-        (("ROPE", problem.rope), ("BLOCK_M", tile.block_m), ("BLOCK", SCHEDULE_BLOCK)),
-    )
-    paged, split = problem.rope == "paged", "split_q" in problem.features
+    assert problem.mask is not None
     types: dict[str, str | None] = {"output": "*" + ELEMENT_TYPES[problem.out_dtype]}
     types["lse"] = "*fp32" if "lse" in problem.features else None
-    types |= {"q": element, "q_rope": element if split else None, "k": element, "v": element, "rope": element}
-    types |= {"page_table": "*i32" if paged else None, "page_indptr": "*i32" if problem.csr else None}
-    types |= {name: kind for name, kind in index.items() if name != "order"}
+    types |= {"q": element, "q_rope": element if "split_q" in problem.features else None, **keys, "rope": element}
+    types |= {"page_table": "*i32" if problem.rope == "paged" else None, "page_indptr": "*i32" if problem.csr else None}
+    types |= dict.fromkeys(_INDEX, "*i32")
     types |= {"sinks": "*fp32" if "sinks" in problem.features else None, "order": "*i32"}
-    types |= {f"c{slot}": "*i32" if slot < len(problem.mask.captures) else None for slot in range(4)}
+    return types | {f"c{slot}": "*i32" if slot < len(problem.mask.captures) else None for slot in range(CAPTURES)}
+
+
+def _strides(types: dict[str, str | None], tensors: tuple[str, ...]) -> dict[str, str | None]:
+    strides: dict[str, str | None] = {}
+    for tensor in tensors:
+        strides |= {
+            f"stride_{tensor}_t": "i32" if types[tensor] else None,
+            f"stride_{tensor}_h": "i64" if types[tensor] else None,
+        }
+    table = "i64" if types["page_table"] and not types["page_indptr"] else None
+    return strides | {"stride_rope_page": "i64", "stride_rope_t": "i32", "stride_table": table}
+
+
+def _divisible(problem: Problem, types: dict[str, str | None]) -> tuple[tuple[str, int], ...]:
+    """Return what `Problem.alignment` says about addresses, in bytes, and strides, in elements."""
+    divisible = {name: problem.alignment for name in ("output", "q", "q_rope", "k", "v", "rope") if types.get(name)}
+    for name in types:
+        tensor = name.removeprefix("stride_").rpartition("_")[0]
+        if name.startswith("stride_") and tensor in divisible:
+            itemsize = ITEMSIZE[problem.out_dtype if tensor == "output" else problem.dtypes]
+            divisible[name] = max(problem.alignment // itemsize, 1)
+    return tuple(divisible.items())
+
+
+def attention_spec(problem: Problem, arch: str, tile: Tile) -> KernelSpec:
+    """Describe the attention kernel of any architecture."""
+    element = "*" + ELEMENT_TYPES[problem.dtypes]
+    assert problem.mask is not None
     biases = problem.mask.biases
-    types |= {f"bias{i}": "*" + ELEMENT_TYPES[biases[i]] if i < len(biases) else None for i in range(2)}
+    types = _pointers(problem, {"k": element, "v": element})
+    types |= {f"bias{i}": "*" + ELEMENT_TYPES[biases[i]] if i < len(biases) else None for i in range(BIASES)}
     types |= dict.fromkeys(("batch_size", "num_heads", "flags", "rope_length"), "i32")
-    for tensor in ("output", "lse", "q", "q_rope", "k", "v"):
-        types |= {f"stride_{tensor}_t": "i32" if types[tensor] else None, f"stride_{tensor}_h": "i64" if types[tensor] else None}
-    types |= {"stride_rope_page": "i64", "stride_rope_t": "i32", "stride_table": "i64" if paged and not problem.csr else None}
-    for i in range(2):
+    types |= _strides(types, ("output", "lse", "q", "q_rope", "k", "v"))
+    for i in range(BIASES):
         types |= {f"stride_bias{i}_{axis}": "i64" if i < len(biases) else None for axis in "bhq"}
         types |= {f"{extent}_bias{i}": "i32" if i < len(biases) else None for extent in ("rows", "cols")}
     types |= {"scale": "fp32", "softcap": "fp32" if "softcap" in problem.features else None}
-
-    itemsize = 4 if problem.dtypes == "fp32" else 2
-    divisible = {name: problem.alignment for name in ("output", "q", "q_rope", "k", "v", "rope") if types[name]}
-    for name in ("output_t", "output_h", "q_t", "q_h", "q_rope_t", "q_rope_h", "k_t", "k_h", "v_t", "v_h", "rope_page", "rope_t"):
-        if types[f"stride_{name}"]:
-            size = 4 if name.startswith("output") and problem.out_dtype == "fp32" else itemsize
-            divisible[f"stride_{name}"] = max(problem.alignment // size, 1)
     nope = problem.qk_nope_head_dim
     constants = {
         "BIASES": len(biases),
@@ -69,121 +91,173 @@ def specs(problem: Problem, arch: str, tile: Tile) -> tuple[KernelSpec, KernelSp
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "L2_BYTES": configs.L2_BYTES,
-        "UPCAST": arch == "cpu",
+        "INTERPRETED": arch == "cpu",
     }
-    attention = KernelSpec(
-        "prefill.prefill", tuple(types.items()), tuple(constants.items()), problem.mask, tuple(divisible.items()),
+    return KernelSpec(
+        "prefill.prefill", tuple(types.items()), tuple(constants.items()), problem.mask, _divisible(problem, types),
         tile.num_warps, tile.num_stages,
     )  # fmt: skip
-    return schedule, attention
 
 
-class Prefill:
-    """Attention over a ragged batch; a batch of several sequences is ordered by a kernel of its own before."""
+def hopper_spec(problem: Problem) -> KernelSpec:
+    """Describe the warp-specialised attention kernel of sm_90. It takes every parameter; absent ones are null."""
+    element, n = ELEMENT_TYPES[problem.dtypes], configs.HOPPER_BLOCK_N
+    keys = {
+        "k_map": f"map<{element}[{n}, 1, {problem.qk_nope_head_dim}]>",
+        "v_map": f"map<{element}[{n}, 1, {problem.v_head_dim}]>",
+    }
+    types = _pointers(problem, {**keys, "v": "*" + element})
+    given = {name: kind is not None for name, kind in types.items()}
+    types |= {name: "*i32" for name in types if not given[name]}
+    types |= {"lse": "*fp32", "sinks": "*fp32", "q_rope": "*" + element}
+    types |= dict.fromkeys(("batch_size", "num_heads", "flags", "rope_length"), "i32")
+    types |= _strides(types, ("output", "lse", "q", "q_rope", "v")) | {"stride_table": "i64", "scale": "fp32"}
+    constants = {
+        "ROPE": problem.rope,
+        "CSR": problem.csr,
+        "SPLIT_Q": given["q_rope"],
+        "HAS_SINKS": given["sinks"],
+        "HAS_LSE": given["lse"],
+        "PAGE_SIZE": max(problem.page_size, 1),
+        "NOPE": problem.qk_nope_head_dim,
+        "ROPE_DIM": QK_ROPE_HEAD_DIM,
+        "V": problem.v_head_dim,
+        "BLOCK_N": n,
+        **configs.HOPPER,
+        "L2_BYTES": configs.L2_BYTES,
+    }
+    return KernelSpec(
+        "prefill_hopper.prefill",
+        tuple(types.items()),
+        tuple(constants.items()),
+        problem.mask,
+        _divisible(problem, types),
+        gluon=True,
+    )
+
+
+class Prefill(Entry):
+    """Attention over a ragged batch on any architecture; a batch of several sequences is ordered by a kernel before."""
 
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
         """Return why a problem cannot be served, or None."""
         if arch == "cpu":
-            return None if interpreted() else "CPU tensors need TRITON_INTERPRET=1 in the environment"
+            return Entry.check(problem, arch)
         limit = configs.shared_bytes(arch)
-        if configs.choose(arch, problem.dims, problem.dtypes, limit) is None:
-            smallest = min((configs.tile_bytes(tile, arch, problem.dims, 2) for tile in configs.tiles(arch, problem.dims[0], problem.dtypes)), default=0)
-            return f"no tile for {arch}: the smallest takes {smallest} bytes of shared memory, a block may have {limit}"
+        if configs.choose(arch, problem, limit) is None:
+            needs = [configs.tile_bytes(tile, arch, problem) for tile in configs.tiles(arch, problem)]
+            return f"tiles for {arch} need {needs} bytes of shared memory; a block may have {limit}"
         return None
 
     @staticmethod
-    def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:  # noqa: N803
-        """Return the bytes of the schedule of a batch."""
+    def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
+        """Return the bytes of the order of a batch."""
         return 4 * (2 * B + 1) if B > 1 else 0
+
+    @staticmethod
+    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
+        """Describe the kernels, for a device with the usual shared memory of its architecture."""
+        tile = configs.choose(arch, problem, configs.shared_bytes(arch))
+        assert tile is not None
+        return schedule_spec(problem, tile.block_m), attention_spec(problem, arch, tile)
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
         """Compile; return the callable that only launches."""
-        arch = arch_of(device)
-        tile = configs.choose("sm_80" if arch == "cpu" else arch, problem.dims, problem.dtypes, shared_bytes(device))
+        arch, limit = arch_of(device), shared_bytes(device)
+        tile = configs.choose(arch, problem, limit)
         if tile is None:
-            raise ShapeError(f"no tile of {problem.dims} in {problem.dtypes} fits into {shared_bytes(device)} bytes of shared memory")
-        schedule_spec, attention_spec = specs(problem, arch, tile)
-        schedule, attention = load(schedule_spec, device), load(attention_spec, device)
-        paged, split = problem.rope == "paged", "split_q" in problem.features
-        softcapped = "softcap" in problem.features
-        absent = (None,) * _BIAS_ARGUMENTS
+            raise UnsupportedError(
+                f"no tile for {arch} fits into the {limit} bytes of shared memory that {device} reports"
+            )
+        schedule = load(schedule_spec(problem, tile.block_m), device)
+        attention = load(attention_spec(problem, arch, tile), device)
+        block_m, rows = tile.block_m, max(tile.block_m, tile.block_n)
 
         def run(args: PrefillArgs) -> None:
-            q, q_rope, k, v, output, lse = args.q, args.q_rope, args.k, args.v, args.output, args.lse
-            tokens, num_heads = q.shape[0], q.shape[1]
-            batch = args.cu_seqlens_q.shape[0] - 1
-            if batch == 0 or tokens == 0 or num_heads == 0:
+            if not _has_work(args):
                 return
-            scale = args.softmax_scale
-            if scale < 0:  # the kernel takes the maximum before it scales
-                q, q_rope, scale = -q, None if q_rope is None else -q_rope, -scale
-            strides = [output.stride(0), output.stride(1)]
-            strides += (None, None) if lse is None else (lse.stride(0), lse.stride(1))
-            strides += [q.stride(0), q.stride(1)]
-            strides += (None, None) if q_rope is None else (q_rope.stride(0), q_rope.stride(1))
-            strides += [k.stride(0), k.stride(1), v.stride(0), v.stride(1)]
-            if paged:
-                cache = args.cache
-                assert cache is not None
-                rope, table, indptr, lengths = cache.rope, cache.page_table, cache.page_indptr, cache.lengths
-                strides += [rope.stride(0), rope.stride(1), None if problem.csr else table.stride(0)]
-                flags, rope_length = _LENGTHS_INCLUDE_NEW * cache.lengths_include_new, 0
-            else:
-                assert args.rope is not None
-                rope, table, indptr, lengths = args.rope, None, None, args.cu_seqlens_k
-                batched = problem.rope == "batched"
-                strides += [rope.stride(0) if batched else 0, rope.stride(-2), None]
-                flags, rope_length = 0, rope.shape[1] if batched else 0
-            for stride in (output.stride(0), q.stride(0), k.stride(0), v.stride(0), rope.stride(-2)):
-                if stride * tile.block_m >= 1 << 31:
-                    raise ShapeError(f"a token stride of {stride} elements is too wide for this kernel")
-            stand_in = args.cu_seqlens_q
-            flags |= _HAS_CACHE_OFFSETS * (args.cache_offsets is not None)
-            flags |= _HAS_START_POSITIONS * (args.start_positions is not None)
-            flags |= _HAS_KV_LENGTHS * (args.kv_lengths is not None)
-            index = (
-                stand_in, args.cu_seqlens_k, lengths,
-                stand_in if args.cache_offsets is None else args.cache_offsets,
-                stand_in if args.start_positions is None else args.start_positions,
-                stand_in if args.kv_lengths is None else args.kv_lengths,
-            )  # fmt: skip
-
-            order = stand_in
-            programs = -(-tokens // tile.block_m)
-            if batch > 1:
-                programs = tokens // tile.block_m + min(batch, tokens)
-                if args.workspace is None:
-                    order = torch.empty(2 * batch + 1, dtype=torch.int32, device=q.device)
-                else:
-                    order = args.workspace[: 4 * (2 * batch + 1)].view(torch.int32)
-                schedule.launch((order, *index, flags, rope_length, batch), 1)
-
-            captures = args.mask.captures_on(q.device)
-            biases = [_bias_arguments(bias) for bias in args.mask.biases]
-            biases += [absent] * (2 - len(biases))
-            attention.launch(
-                (output, lse, q, q_rope, k, v, rope, table, indptr, *index, args.sinks, order,
-                 *captures, *(None,) * (4 - len(captures)), biases[0][0], biases[1][0],
-                 batch, num_heads, flags, rope_length, *strides, *biases[0][1:], *biases[1][1:],
-                 scale, args.softcap if softcapped else None),
-                programs * num_heads,
-            )  # fmt: skip
+            values = values_of(problem, args)
+            _check_strides(values, rows)
+            order_batch(values, args, schedule)
+            attention.launch(values, query_tiles(args, block_m) * values["num_heads"])
 
         return run
 
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
-        """Yield what is compiled ahead for an architecture."""
+        """Yield the usual problems, and some with everything that a kernel can do."""
+        causal, features = CausalMask().program, frozenset({"lse", "batch_invariant"})
         for dims in SUPPORTED_DIMS:
-            for dtypes in ("bf16", "fp16"):
-                for mask in (CausalMask().program, NullMask().program):
-                    for page_size in (1, 64):
-                        features = frozenset({"lse"})
-                        yield Problem("prefill", dtypes, dtypes, dims, page_size, rope="paged", mask=mask, features=features)
+            for dtypes in ("bf16", "fp16", "fp32"):
+                yield Problem("prefill", dtypes, dtypes, dims, 64, rope="paged", mask=causal, features=features)
+        yield Problem("prefill", "bf16", "bf16", page_size=1, csr=True, rope="paged", mask=NullMask().program)
+        for rope in ("batched", "ragged"):
+            everything = features | {"sinks", "softcap", "split_q"}
+            yield Problem("prefill", "fp16", "fp32", rope=rope, mask=causal, features=everything, alignment=2)
 
 
-def _bias_arguments(bias: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    head = 0 if bias.shape[1] == 1 else bias.stride(1)
-    return bias, bias.stride(0), head, bias.stride(2), bias.shape[2], bias.shape[3]
+class PrefillHopper(Prefill):
+    """The same for sm_90 with warps of different roles, as many programs as the device has multiprocessors."""
+
+    @staticmethod
+    def check(problem: Problem, arch: str) -> str | None:
+        """Return why a problem cannot be served, or None."""
+        try:
+            import triton.experimental.gluon  # noqa: F401
+        except ImportError as error:
+            return f"this Triton has no Gluon ({error})"
+        return None
+
+    @staticmethod
+    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
+        """Describe the kernels."""
+        return schedule_spec(problem, configs.HOPPER_BLOCK_M), hopper_spec(problem)
+
+    @staticmethod
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+        """Compile; return the callable that only launches."""
+        schedule, attention = (load(spec, device) for spec in PrefillHopper.specs(problem, arch_of(device)))
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+
+        def run(args: PrefillArgs) -> None:
+            if not _has_work(args):
+                return
+            values = values_of(problem, args)
+            _check_strides(values, configs.HOPPER_BLOCK_N)
+            k, v = args.k, args.v
+            if k.shape[0] == 0:  # a tensor map has at least one row
+                k, v = k.new_empty(1, *k.shape[1:]), v.new_empty(1, *v.shape[1:])
+            values |= {"k_map": TensorMap(k), "v_map": TensorMap(v)}
+            # Hidden scores are minus infinity before they are scaled, and minus infinity times zero is no number.
+            values["scale"] = max(values["scale"], 1e-30)
+            order_batch(values, args, schedule)
+            items = query_tiles(args, configs.HOPPER_BLOCK_M) * values["num_heads"]
+            attention.launch(values, min(multiprocessors, items))
+
+        return run
+
+    @staticmethod
+    def problems(arch: str) -> Iterator[Problem]:
+        """Yield the usual problems, and one with everything that the kernel can do."""
+        if arch != "sm_90a":
+            return
+        features = frozenset({"lse", "batch_invariant"})
+        for dtypes in ("bf16", "fp16"):
+            for mask in (CausalMask().program, NullMask().program):
+                yield Problem("prefill", dtypes, dtypes, page_size=64, rope="paged", mask=mask, features=features)
+        everything = features | {"sinks", "split_q"}
+        yield Problem("prefill", "bf16", "fp32", rope="ragged", mask=CausalMask().program, features=everything)
+
+
+def _has_work(args: PrefillArgs) -> bool:
+    return args.cu_seqlens_q.shape[0] > 1 and args.q.shape[0] > 0 and args.q.shape[1] > 0
+
+
+def _check_strides(values: dict[str, Any], rows: int) -> None:
+    """Refuse what the kernels' 32-bit offsets inside a tile cannot reach."""
+    for name in ("stride_output_t", "stride_q_t", "stride_k_t", "stride_v_t", "stride_rope_t"):
+        if values[name] * rows >= 1 << 31:
+            tensor = name.removeprefix("stride_").removesuffix("_t")
+            raise ShapeError(f"{tensor}: a row stride of {values[name]} elements is too wide for this kernel")

@@ -1,7 +1,7 @@
 """Devices, loaded kernels and their launch.
 
-A call goes straight to the launcher of the compiled kernel: Triton's own call path derives types, divisibility and cache
-keys from the arguments each time, which costs several times the launch. `KernelSpec` has settled all of that.
+A call goes straight to the launcher of the compiled kernel: Triton's own call path derives types, divisibility and
+cache keys from the arguments each time, which costs several times the launch. `KernelSpec` has settled all of that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla.backends.triton.compiler import KernelSpec
 from mla.target import Availability, device_arch, install_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping
 
 #: ``sm_90a``, ``gfx942``, ``cpu``.
 arch_of = device_arch
@@ -31,7 +31,7 @@ def interpreted() -> bool:
 
 def probe() -> Availability:
     """Tell whether kernels of this backend can be compiled and run here, and with which versions. Never raises."""
-    versions = {"torch": torch.__version__}
+    versions: dict[str, str] = {"torch": torch.__version__}
     try:
         versions["triton"] = importlib.metadata.version("triton")
         import triton  # noqa: F401  (loads what a call will load)
@@ -51,10 +51,24 @@ def probe() -> Availability:
 def shared_bytes(device: torch.device) -> int:
     """Return the shared memory (LDS) that one block may have on a device."""
     if device.type == "cpu":
-        return configs.shared_bytes("sm_90a")
+        return configs.shared_bytes("cpu")
     properties = torch.cuda.get_device_properties(device)
-    reported = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(properties, "shared_memory_per_block", 0)
+    reported = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
+        properties, "shared_memory_per_block", 0
+    )
     return reported or configs.shared_bytes(arch_of(device))
+
+
+class TensorMap:
+    """A tensor that the copy engine reads: what Triton's launcher takes of a tensor descriptor, without its checks."""
+
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base = base
+        self.shape = base.shape
+        self.strides = base.stride()
+        self.padding = "zero"
 
 
 class Kernel:
@@ -62,40 +76,48 @@ class Kernel:
 
     def __init__(self, spec: KernelSpec, device: torch.device) -> None:
         self.spec = spec
-        fixed = compiler.constants(spec)
-        parameters = compiler.function(spec.name).arg_names
-        self._count = len(spec.types)
-        assert [name for name, _ in spec.types] == list(parameters[: self._count]), f"parameters of {spec.name}"
-        self._tail = tuple(fixed[name] for name in parameters[self._count :])
         self.device_index = device.index
+        function, fixed = compiler.function(spec), compiler.constants(spec)
+        self._taken = tuple((name, kind is not None) for name, kind in spec.types)
+        self._interpreted: Callable[[list[Any], tuple[int, int]], None] | None = None
+        names = function.arg_names[len(spec.types) :]
+        assert [name for name, _ in spec.types] == function.arg_names[: len(spec.types)], f"parameters of {spec.name}"
         if device.type == "cpu":
-            self._interpreted = compiler.function(spec.name)
+            self._interpreted = functools.partial(_interpret, function, {name: fixed[name] for name in names})
             return
-        self._interpreted = None
+        self._tail = tuple(fixed.get(name) for name in names)
         self.compiled = compiler.build(spec, arch_of(device))
         with torch.cuda.device(device):
             self._run = self.compiled.run  # loads the binary for the current device
         self._fixed = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
 
-    def launch(self, arguments: Sequence[Any], grid_x: int, grid_y: int = 1) -> None:
+    def launch(self, values: Mapping[str, Any], grid_x: int, grid_y: int = 1) -> None:
         """Put the kernel on torch's current stream of its device, which has to be the current device.
 
         Parameters
         ----------
-        arguments : sequence
-            One value for each of ``spec.types``, in order: a tensor for a pointer, a number, None for what is absent.
+        values : mapping
+            A value for each name of ``spec.types``: a tensor for a pointer, a `TensorMap`, a number; None where the
+            kernel does not look at it. Further names are ignored.
         grid_x, grid_y : int
             Programs; an empty grid launches nothing.
         """
         if not (grid_x and grid_y):
             return
+        arguments = [values[name] if taken else None for name, taken in self._taken]
         if self._interpreted is not None:
-            names = self._interpreted.arg_names[self._count :]
-            self._interpreted[grid_x, grid_y](*arguments, **dict(zip(names, self._tail, strict=True)))
+            self._interpreted(arguments, (grid_x, grid_y))
             return
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
-        self._run(grid_x, grid_y, 1, stream, *self._fixed, *values, *self._tail)
+        raw = [
+            x.data_ptr() if isinstance(x, torch.Tensor) else 0 if x is None and taken else x
+            for x, (_, taken) in zip(arguments, self._taken, strict=True)
+        ]
+        self._run(grid_x, grid_y, 1, stream, *self._fixed, *raw, *self._tail)
+
+
+def _interpret(function: Any, constants: dict[str, Any], arguments: list[Any], grid: tuple[int, int]) -> None:
+    function[grid](*arguments, **constants)
 
 
 def load(spec: KernelSpec, device: torch.device) -> Kernel:

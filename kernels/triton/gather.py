@@ -9,7 +9,7 @@ Budget: each latent element read once and written once; bound by memory.
 import triton
 import triton.language as tl
 
-from .fp8 import decode_e4m3
+from .formats import decode_e4m3, narrow
 
 
 @triton.jit
@@ -59,6 +59,7 @@ def gather(
     KV_LORA_RANK: tl.constexpr,
     GRANULARITY: tl.constexpr,
     FNUZ: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -78,6 +79,6 @@ def gather(
     if GRANULARITY > 0:
         base = page * stride_scales_page + slot.to(tl.int64) * stride_scales_token
         scale = tl.load(scales + base[:, None] + (offs_d // GRANULARITY)[None, :], mask=live[:, None], other=0.0)
-        value = decode_e4m3(value, FNUZ) * scale
+        value = narrow(decode_e4m3(value, FNUZ) * scale, output.dtype.element_ty, INTERPRETED)
     target = output + row.to(tl.int64)[:, None] * stride_output + offs_d[None, :]
-    tl.store(target, value.to(output.dtype.element_ty), mask=asked[:, None])
+    tl.store(target, value, mask=asked[:, None])

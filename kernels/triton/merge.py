@@ -2,13 +2,15 @@
 
     m = max(a, b)    wa = exp(a - m)    wb = exp(b - m)    out = (wa x + wb y) / (wa + wb)    lse = m + log(wa + wb)
 
-A side whose LSE is -inf or +inf is empty: its output is not read. Two empty sides give 0 and -inf. A program takes BLOCK_R
-(row, head) pairs; every element is read before its place is written by the same thread, so the output may alias an
-input. Budget: two reads and one write an element; bound by memory.
+A side whose LSE is -inf or +inf is empty: its output is not read. Two empty sides give 0 and -inf. A program takes
+BLOCK_R (row, head) pairs; every element is read before its place is written by the same thread, so the output may
+alias an input. Budget: two reads and one write an element; bound by memory.
 """
 
 import triton
 import triton.language as tl
+
+from .formats import narrow
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,6 +39,7 @@ def merge(
     stride_output_lse_t,
     stride_output_lse_h,
     V_HEAD_DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -68,4 +71,4 @@ def merge(
     y = tl.load(at_b, mask=(inside & has_b)[:, None], other=0.0).to(tl.float32)
     out = x * (weight_a * inverse)[:, None] + y * (weight_b * inverse)[:, None]
     target = output + (token * stride_output_t + head * stride_output_h)[:, None] + offs_d[None, :]
-    tl.store(target, out.to(output.dtype.element_ty), mask=inside[:, None])
+    tl.store(target, narrow(out, output.dtype.element_ty, INTERPRETED), mask=inside[:, None])

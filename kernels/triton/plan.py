@@ -53,7 +53,9 @@ def plan(
     last = tl.minimum(first + blocks * BLOCK, batch_size)
     before = tl.zeros([BLOCK], tl.int64)
     for start in range(0, first, BLOCK):
-        before += _padded(start + offs, start + offs < first, input_row_offsets, lengths, lengths_include_new, PAGE_SIZE)
+        before += _padded(
+            start + offs, start + offs < first, input_row_offsets, lengths, lengths_include_new, PAGE_SIZE
+        )
     total = tl.sum(before, 0)
     for start in range(first, last, BLOCK):
         sequence = start + offs

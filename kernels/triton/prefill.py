@@ -13,17 +13,19 @@ runs load and score without a mask. Partial tiles hide by select after the produ
 rows of v past n_keys are loaded as zeros. Tile sizes depend on dtype, dims and architecture alone: a row's bits do not
 depend on the rest of the batch.
 
-Order of work: programs are dealt in the order of their ids. Sequences come longest first (`schedule`), inside one sequence
-groups of heads whose keys and values fit in the L2 cache, inside a group query tiles from the last (most keys under
-a causal mask) with heads innermost.
+Order of work: programs are dealt in the order of their ids. Sequences come longest first (`schedule`), inside one
+sequence groups of heads whose keys and values fit in the L2 cache, inside a group query tiles from the last (most
+keys under a causal mask) with heads innermost.
 
 Numerics: scores and sums in float32, base 2, with the scale (not negative) folded into the exponent's
-multiply-add. Budget of a full tile: 2 BLOCK_M BLOCK_N (q_depth + V) FLOPs against BLOCK_N (q_depth + V) elements from L2 and
-BLOCK_M BLOCK_N exponentials; bound by the tensor cores and the power limit (docs/perf-log.md has measurements).
+multiply-add. Budget of a full tile: 2 BLOCK_M BLOCK_N (q_depth + V) FLOPs against BLOCK_N (q_depth + V) elements from
+L2 and BLOCK_M BLOCK_N exponentials; bound by the tensor cores and the power limit (docs/perf-log.md has measurements).
 """
 
 import triton
 import triton.language as tl
+
+from .formats import narrow
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -117,9 +119,9 @@ def schedule(
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
+def _dot(a, b, acc, INTERPRETED: tl.constexpr):
     # Triton's interpreter multiplies bfloat16 wrongly; float32 operands are right there.
-    if UPCAST:
+    if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -135,7 +137,22 @@ def _rows(base, offs_n, stride, offs_d, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _class(n, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, MASK_CLASS: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
+def _class(
+    n,
+    b,
+    h,
+    q_lo,
+    q_hi,
+    offset,
+    n_keys,
+    c0,
+    c1,
+    c2,
+    c3,
+    MASK_CLASS: tl.constexpr,
+    BIASES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     first = n * BLOCK_N
     end = tl.minimum(first + BLOCK_N, n_keys)
     kind = MASK_CLASS(b, h, q_lo, q_hi, offset + first, offset + end - 1, c0, c1, c2, c3)
@@ -213,7 +230,7 @@ def prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     L2_BYTES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     # Which sequence, head and query tile.
     item = tl.program_id(0)
@@ -263,7 +280,9 @@ def prefill(
     else:
         at_q_rope = at_q + (NOPE + NOPE_TAIL)
     r_q = _rows(at_q, offs_m, stride_q_t, offs_nope, m_inside, True)
-    r_q_rope = _rows(at_q_rope, offs_m, stride_q_rope_t if q_rope is not None else stride_q_t, offs_rope, m_inside, True)
+    r_q_rope = _rows(
+        at_q_rope, offs_m, stride_q_rope_t if q_rope is not None else stride_q_t, offs_rope, m_inside, True
+    )
     if NOPE_TAIL > 0:
         offs_tail = tl.arange(0, NOPE_TAIL)
         r_q_tail = _rows(at_q + NOPE, offs_m, stride_q_t, offs_tail, m_inside, True)
@@ -317,11 +336,11 @@ def prefill(
                 else:
                     r_rope = _rows(at_rope + j64 * stride_rope_t, offs_n, stride_rope_t, offs_rope, inside, MASKED)
                 r_v = _rows(at_v + j64 * stride_v_t, offs_n, stride_v_t, offs_v, inside, MASKED)
-                s = _dot(r_q, tl.trans(r_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
+                s = _dot(r_q, tl.trans(r_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
                 if NOPE_TAIL > 0:
                     r_k_tail = _rows(at_k + NOPE + j64 * stride_k_t, offs_n, stride_k_t, offs_tail, inside, MASKED)
-                    s = _dot(r_q_tail, tl.trans(r_k_tail), s, UPCAST)
-                s = _dot(r_q_rope, tl.trans(r_rope), s, UPCAST)
+                    s = _dot(r_q_tail, tl.trans(r_k_tail), s, INTERPRETED)
+                s = _dot(r_q_rope, tl.trans(r_rope), s, INTERPRETED)
                 if SOFTCAP:
                     s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(s * (factor / softcap) * (2.0 * LOG2E))))
                 if MASKED:
@@ -350,7 +369,7 @@ def prefill(
                     p = tl.exp2(s * factor - base[:, None])
                 correction = tl.exp2(m_i - base)
                 l_i = l_i * correction + tl.sum(p, 1)
-                acc = _dot(p.to(r_v.dtype), r_v, acc * correction[:, None], UPCAST)
+                acc = _dot(narrow(p, r_v.dtype, INTERPRETED), r_v, acc * correction[:, None], INTERPRETED)
                 m_i = m_new
         n = end
 
@@ -367,7 +386,7 @@ def prefill(
     acc *= tl.where(empty, 0.0, 1.0 / l_i)[:, None]
     at_output = output + t_first * stride_output_t + head * stride_output_h
     target = at_output + offs_m[:, None] * stride_output_t + offs_v[None, :]
-    tl.store(target, acc.to(output.dtype.element_ty), mask=m_inside[:, None])
+    tl.store(target, narrow(acc, output.dtype.element_ty, INTERPRETED), mask=m_inside[:, None])
     if lse is not None:
         at_lse = lse + t_first * stride_lse_t + head * stride_lse_h
         natural = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * LN2)

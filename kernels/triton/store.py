@@ -1,14 +1,15 @@
 """Write this step's latent and rope rows into the pages, quantised where the cache is.
 
-Token t of sequence s goes to cache position cached[s] + t - input_row_offsets[s]. A quantised row has one scale for each
-GRANULARITY elements, the largest magnitude over the largest fp8 number; with 576 one scale covers latent and rope.
+Token t of sequence s goes to cache position cached[s] + t - input_row_offsets[s]. A quantised row has one scale
+for each GRANULARITY elements, the largest magnitude over the largest fp8 number; with 576 one scale covers latent and
+rope.
 A program writes BLOCK_R rows. Budget: each element read once and written once; bound by memory.
 """
 
 import triton
 import triton.language as tl
 
-from .fp8 import encode_e4m3
+from .formats import encode_e4m3
 from .gather import page_of, search
 
 

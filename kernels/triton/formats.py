@@ -1,5 +1,6 @@
-"""float8 e4m3 by integer arithmetic: the same bits on every architecture and under the interpreter, hardware fp8 or not.
+"""Number formats: fp8 by integer arithmetic, and rounding that Triton's interpreter gets right too.
 
+float8 e4m3 has the same bits on every architecture and under the interpreter, hardware fp8 or not.
 e4m3fn (OCP): exponent bias 7, largest value 448, no infinity, 0x7f and 0xff are NaN.
 e4m3fnuz (gfx942): exponent bias 8, largest value 240, no negative zero, 0x80 is NaN.
 """
@@ -40,3 +41,13 @@ def encode_e4m3(value, FNUZ: tl.constexpr):
     sign = tl.where(negative & ((code != 0) if FNUZ else True), 128, 0)
     code = tl.where(value == value, code | sign, 128 if FNUZ else 127)
     return code.to(tl.uint8)
+
+
+@triton.jit
+def narrow(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return float32 values in another type, rounded to nearest even. The interpreter truncates to bfloat16."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        value = tl.where(value == value, rounded, value)
+    return value.to(dtype)

@@ -1,0 +1,67 @@
+"""The plan entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from mla.backends.triton.compiler import KernelSpec
+from mla.backends.triton.entry import Entry
+from mla.backends.triton.runtime import arch_of, load
+from mla.problem import PlanArgs, Problem
+
+#: Sequences that one block of the plan scans at a time, and the most segments that a batch is cut into.
+PLAN_BLOCK = 1024
+PLAN_SEGMENTS = 8
+
+
+class Plan(Entry):
+    """The plan: (chunks, segments) programs."""
+
+    @staticmethod
+    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
+        """Describe the kernel."""
+        tables = (
+            "buffer_row_offsets",
+            "cache_offsets",
+            "buffer_lengths",
+            "required_chunks",
+            "input_row_offsets",
+            "lengths",
+        )
+        numbers = (
+            "batch_size", "buffer_token_size", "stride_rows", "stride_offsets", "stride_lengths",
+            "lengths_include_new", "wants_required_chunks",
+        )  # fmt: skip
+        types = dict.fromkeys(tables, "*i32") | dict.fromkeys(numbers, "i32")
+        constants = {"PAGE_SIZE": problem.page_size, "BLOCK": PLAN_BLOCK}
+        return (KernelSpec("plan.plan", tuple(types.items()), tuple(constants.items())),)
+
+    @staticmethod
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], None]:
+        """Compile; return the callable that only launches."""
+        (spec,) = Plan.specs(problem, arch_of(device))
+        kernel = load(spec, device)
+
+        def run(args: PlanArgs) -> None:
+            cache, rows, offsets, used = args.cache, args.buffer_row_offsets, args.cache_offsets, args.buffer_lengths
+            batch = cache.batch_size
+            required = args.required_chunks
+            values = {
+                "buffer_row_offsets": rows, "cache_offsets": offsets, "buffer_lengths": used,
+                "required_chunks": used if required is None else required, "wants_required_chunks": int(required is
+                not None), "input_row_offsets": args.input_row_offsets, "lengths": cache.lengths,
+                "lengths_include_new": int(cache.lengths_include_new),
+                "batch_size": batch, "buffer_token_size": args.buffer_token_size,
+                "stride_rows": rows.stride(0), "stride_offsets": offsets.stride(0), "stride_lengths": used.stride(0),
+            }  # fmt: skip
+            kernel.launch(values, rows.shape[0], max(1, min(PLAN_SEGMENTS, -(-batch // PLAN_BLOCK))))
+
+        return run
+
+    @staticmethod
+    def problems(arch: str) -> Iterator[Problem]:
+        """Yield the usual problems."""
+        for page_size in (1, 64):
+            yield Problem("plan", "int32", "int32", page_size=page_size, alignment=4)
