@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mla import jit_cache
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 INCLUDE = KERNELS / "cuda" / "include"
 
+_import_lock = threading.Lock()
 _PTXAS = "--ptxas-options="
 _REPORT = {
     "registers": re.compile(r"Used (\d+) registers"),
@@ -122,19 +125,26 @@ def compiler_name() -> str:
     return f"nvrtc {major}.{minor}"
 
 
+def cuda_core() -> ModuleType:
+    """Import cuda.core. Its initialisation rearranges modules and must not be seen half done by another thread."""
+    with _import_lock:
+        import cuda.core
+
+        return cuda.core
+
+
 def compile_unit(unit: Unit) -> Binary:
     """Run NVRTC on a unit, whatever the caches hold."""
-    from cuda.core import Program, ProgramOptions
-
+    core = cuda_core()
     log = _Log()
-    options = ProgramOptions(
+    options = core.ProgramOptions(
         name=f"{unit.kernel_id}{unit.source_suffix}",
         arch=unit.arch,
         std="c++17",
         device_as_default_execution_space=True,
         ptxas_options=[option.removeprefix(_PTXAS) for option in unit.options if option.startswith(_PTXAS)],
     )
-    program = Program(unit.text, "c++", options)
+    program = core.Program(unit.text, "c++", options)
     try:
         code = program.compile("cubin", logs=log)
     finally:

@@ -57,8 +57,7 @@ def probe() -> Availability:
         except importlib.metadata.PackageNotFoundError:
             return Availability(f"{package} is not installed: {install_hint('cuda')}", versions=versions)
     try:
-        import cuda.core  # noqa: F401  (loads what a call will load)
-
+        compiler.cuda_core()
         versions["nvrtc"] = compiler.compiler_name().removeprefix("nvrtc ")
     except Exception as error:
         return Availability(f"NVRTC cannot be loaded ({error}): {install_hint('cuda')}", versions=versions)
@@ -154,9 +153,7 @@ class Kernel:
         result = self._launch_kernel(config, self._handle, pointer, None)
         if result == _ERROR_INVALID_CONTEXT:
             # A thread that has made no CUDA call yet has no current context; torch's is the device's primary one.
-            from cuda.core import Device
-
-            Device(self.device_index).set_current()
+            compiler.cuda_core().Device(self.device_index).set_current()
             result = self._launch_kernel(config, self._handle, pointer, None)
         if result:
             check(result, f"launch of {self.spec.kernel_id(self.arch)}, grid ({grid_x}, {grid_y}, {grid_z})")
@@ -187,11 +184,9 @@ def _load(spec: KernelSpec, index: int) -> Kernel:
 
 @functools.cache
 def _library(spec: KernelSpec, arch: str):  # type: ignore[no-untyped-def]  # cuda.core is imported lazily
-    from cuda.core import ObjectCode
-
     torch.cuda.init()
     binary = compiler.build(spec, arch)
-    return ObjectCode.from_cubin(binary.code, name=spec.kernel_id(arch)), binary.report
+    return compiler.cuda_core().ObjectCode.from_cubin(binary.code, name=spec.kernel_id(arch)), binary.report
 
 
 class TensorMap(ctypes.Structure):

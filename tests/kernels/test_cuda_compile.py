@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from mla.backends.cuda.plan import Plan, PlanParams
 from mla.backends.cuda.store import Store
 from mla.errors import CompileError
 from mla.problem import Problem
+from tests.architecture.source_tree import ROOT
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
 
@@ -142,6 +145,17 @@ def test_what_is_compiled_ahead_is_loaded(tmp_path: Path, monkeypatch: pytest.Mo
     assert compiler.build(spec, "sm_90a").path == tmp_path / "ahead of time" / "cuda.sm_90a.plan.scan.cubin"
     with pytest.raises(CompileError, match=r"MLA_JIT=0"):
         compiler.build(spec, "sm_80")
+
+
+def test_a_fresh_process_compiles_in_threads(tmp_path: Path) -> None:
+    """Whichever thread comes first imports the vendor library for all."""
+    script = (
+        "from mla.backends.cuda.ahead import compile_ahead; print(len(compile_ahead('sm_90a', ('merge', 'store'))))"
+    )
+    environment = {**os.environ, "MLA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(list(tmp_path.glob("*.a16.cubin")))
 
 
 def plan_spec(**changes: object) -> KernelSpec:
