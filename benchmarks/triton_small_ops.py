@@ -1,0 +1,134 @@
+"""Time plan, gather and merge of the Triton backend, and the host cost of a call.
+
+    python benchmarks/triton_small_ops.py
+
+GPU times are the durations of the kernels by the profiler, medians; bandwidth counts bytes read and written once, beside a
+device copy of as many bytes in the same run. Host times are of calls that the GPU does not hold back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import mla
+from mla.gather import gather_latent
+from mla.kv_cache import PagedKVCacheCollection
+from mla.plan import generic_flare_mla_prefill_ragged_paged_plan, prefill_plan
+
+TARGET = "triton"
+
+
+def kernel_microseconds(run: Callable[[], object], flush: torch.Tensor | None = None) -> float:
+    """Return the median duration of the longest kernel of a call."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(15):
+            run()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times.setdefault(event.name, []).append(event.device_time)
+    return max(statistics.median(found) for found in times.values())
+
+
+def host_microseconds(run: Callable[[], object], calls: int = 300) -> float:
+    """Return the host's time of one call."""
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return taken / calls * 1e6
+
+
+def plan(batch: int, chunks: int = 16) -> None:
+    new = torch.randint(0, 9, (batch,))
+    cached = torch.randint(0, 50, (batch,))
+    offsets = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int().cuda()
+    pages, table = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(batch, 4, dtype=torch.int32)
+    cache = PagedKVCacheCollection.from_pages(pages.cuda(), table.cuda(), cached.int().cuda())
+    size = int(((cached + new + 15) // 16 * 16).sum()) // (chunks - 1) + 1
+    made = prefill_plan(offsets, cache, 0, size, max_chunks=chunks, target=TARGET)
+
+    def run() -> None:
+        generic_flare_mla_prefill_ragged_paged_plan(
+            offsets, cache, 0, size, made.buffer_row_offsets, made.cache_offsets, made.buffer_lengths,
+            required_chunks=made.required_chunks, target=TARGET,
+        )  # fmt: skip
+
+    print(f"plan B {batch:6}: {kernel_microseconds(run):6.1f} us, host {host_microseconds(run):5.1f} us")
+
+
+def gather(page_size: int, tokens: int = 262144) -> None:
+    pages = torch.randn(tokens // page_size, page_size, 576, device="cuda").bfloat16()
+    table = torch.randperm(tokens // page_size).int().cuda()[None]
+    cache = PagedKVCacheCollection.from_pages(pages, table, torch.tensor([tokens - 8]).int().cuda())
+    made = prefill_plan(torch.tensor([0, 8]).int().cuda(), cache, 0, tokens, max_chunks=1, target=TARGET)
+    buffer = torch.empty(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    other = torch.empty_like(buffer)
+
+    def run() -> None:
+        gather_latent(made.buffer_row_offsets[0], made.cache_offsets[0], tokens, cache, 0, buffer, target=TARGET)
+
+    ours, copy = kernel_microseconds(run), kernel_microseconds(lambda: other.copy_(buffer))
+    print(
+        f"gather P {page_size:3}: {2 * buffer.nbytes / ours / 1e3:5.0f} GB/s, copy {2 * buffer.nbytes / copy / 1e3:5.0f}, "
+        f"ratio {copy / ours:.2f}, host {host_microseconds(run):5.1f} us"
+    )
+
+
+def merge(dtype: torch.dtype, tokens: int = 16384, heads: int = 64) -> None:
+    prefix, suffix, output = (torch.randn(tokens, heads, 128, device="cuda", dtype=dtype) for _ in range(3))
+    a, b, lse = (torch.randn(tokens, heads, device="cuda") for _ in range(3))
+
+    def run() -> None:
+        mla.merge_attn_states(output, prefix, a, suffix, b, lse, target=TARGET)
+
+    moved = 3 * (output.nbytes + lse.nbytes)
+    source = torch.empty(moved // 4, device="cuda", dtype=torch.int16)
+    target = torch.empty_like(source)
+    ours, copy = kernel_microseconds(run), kernel_microseconds(lambda: target.copy_(source))
+    print(
+        f"merge {str(dtype)[6:]:9}: {moved / ours / 1e3:5.0f} GB/s, copy {moved / copy / 1e3:5.0f}, "
+        f"ratio {copy / ours:.2f}, host {host_microseconds(run):5.1f} us"
+    )
+
+
+def prefill() -> None:
+    cache = PagedKVCacheCollection.from_pages(
+        torch.randn(16, 64, 576, device="cuda").bfloat16(),
+        torch.arange(16).int().cuda()[None],
+        torch.tensor([1000]).int().cuda(),
+    )
+    q, kv = torch.randn(24, 16, 192, device="cuda").bfloat16(), torch.randn(1024, 16, 256, device="cuda").bfloat16()
+    k, v, output = kv[..., :128], kv[..., 128:], torch.empty(24, 16, 128, device="cuda", dtype=torch.bfloat16)
+    offsets, rows = torch.tensor([0, 24]).int().cuda(), torch.tensor([0, 1024]).int().cuda()
+    layer, mask = cache.layer(0), mla.CausalMask()
+
+    def run() -> None:
+        mla.flare_mla_prefill(output, q, k, v, layer, mask, offsets, rows, 192**-0.5, target=TARGET)
+
+    print(f"prefill of 24 rows: host {host_microseconds(run):5.1f} us, kernel {kernel_microseconds(run):5.1f} us")
+
+
+def main() -> None:
+    for batch in (1, 64, 1024, 65536):
+        plan(batch)
+    for page_size in (1, 16, 64):
+        gather(page_size)
+    for dtype in (torch.bfloat16, torch.float32):
+        merge(dtype)
+    prefill()
+
+
+if __name__ == "__main__":
+    main()
