@@ -92,7 +92,7 @@ def demo(
         panels.append(plan_view.Panel(step, batch, chunks, str(result)))
         _show(console, step, result, plan_view.as_text(chunks, buffer))
     picture = output / "plan.png"
-    title = f"mla prefill plan: {heads} heads on {where} ({machine.name_of(device)})"
+    title = f"mla prefill plan: {heads} head{"s" * (heads > 1)} on {where} ({machine.name_of(device)})"
     plan_view.draw(panels, buffer, page_size, title, picture)
     report = {
         "machine": machine.describe(device), "target": str(where), "heads": heads, "page_size": page_size,
@@ -181,7 +181,8 @@ def _compare(
 
 
 def _show(console: Console, step: Step, result: Result, picture: Any) -> None:
-    sequences = ", ".join(f"{i}: {c:,}+{n:,}" for i, (c, n) in enumerate(zip(step.cached, step.new, strict=True)))
+    pairs = enumerate(zip(step.cached, step.new, strict=True))
+    sequences = ", ".join(f"{plan_view.letter_of(i)} {cached:,}+{new:,}" for i, (cached, new) in pairs)
     console.print(
         f"\n[bold]step {step.name}[/], cached+new tokens of each sequence: {sequences}", highlight=False, soft_wrap=True
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Paul Tol's "bright" colours and three of his "muted" ones, which remain apart for colour-blind eyes.
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#882255", "#44AA99", "#999933", "#332288")
-_LABELS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _UNUSED = "#EDEDED"
 
 
@@ -31,6 +31,11 @@ class Segment:
     kind: str
     start: int
     stop: int
+
+
+def letter_of(sequence: int) -> str:
+    """Return the letter that a picture calls a sequence by; after Z comes A again."""
+    return _LETTERS[sequence % len(_LETTERS)]
 
 
 def find_segments(plan: PrefillPlan, step: Step) -> list[list[Segment]]:
@@ -51,7 +56,7 @@ def find_segments(plan: PrefillPlan, step: Step) -> list[list[Segment]]:
 
 
 def as_text(chunks: list[list[Segment]], buffer_rows: int, width: int = 64) -> Text:
-    """Draw each chunk as a line of cells: the sequence's digit, ``/`` where a page ends empty, ``.`` for unused rows.
+    """Draw each chunk as a line of cells: the sequence's letter, ``/`` where a page ends empty, ``.`` for unused rows.
 
     A cell shows what most of its rows are, but padding is always drawn, if only one cell wide.
     """
@@ -62,15 +67,18 @@ def as_text(chunks: list[list[Segment]], buffer_rows: int, width: int = 64) -> T
             first, last = (round(row * width / buffer_rows) for row in (segment.start, segment.stop))
             if segment.kind == "padding":
                 first = min(first, last - 1)
-            colour = COLOURS[segment.sequence % len(COLOURS)]
-            style = {"cached": f"{colour}", "new": f"black on {colour}", "padding": "bold"}[segment.kind]
-            label = "/" if segment.kind == "padding" else _LABELS[segment.sequence % len(_LABELS)]
+            colour, letter = COLOURS[segment.sequence % len(COLOURS)], letter_of(segment.sequence)
+            label, style = {
+                "cached": (letter.lower(), colour),
+                "new": (letter, f"black on {colour}"),
+                "padding": ("/", "bold"),
+            }[segment.kind]
             cells[max(first, 0) : last] = [(label, style)] * (last - max(first, 0))
         text.append(f"chunk {number:2} |")
         for label, style in cells:
             text.append(label, style)
         text.append(f"| {max((one.stop for one in segments), default=0):6,} rows\n")
-    text.append("digit: sequence, in reverse where its tokens are new; / page padding; . unused", "dim")
+    text.append("a: cached tokens of sequence A; A: its new tokens; /: page padding; .: unused", "dim")
     return text
 
 
@@ -114,7 +122,7 @@ def _draw_chunks(axes: Axes, panel: Panel, buffer_rows: int) -> None:
     for number, segments in enumerate(panel.chunks):
         axes.barh(number, buffer_rows, color=_UNUSED, height=0.8, zorder=1)
         for one in segments:
-            colour = COLOURS[one.sequence % len(COLOURS)]
+            colour, letter = COLOURS[one.sequence % len(COLOURS)], letter_of(one.sequence)
             left, width = one.start, one.stop - one.start
             if one.kind == "padding":
                 style: dict[str, Any] = {
@@ -128,7 +136,7 @@ def _draw_chunks(axes: Axes, panel: Panel, buffer_rows: int) -> None:
             axes.barh(number, width, left=left, height=0.8, zorder=3 if one.kind == "padding" else 2, **style)
             if one.kind != "padding" and width > 0.05 * buffer_rows:
                 ink = "white" if one.kind == "new" and _is_dark(colour) else "black"
-                words = f"{one.sequence}: {width:,} {one.kind}" if width > 0.13 * buffer_rows else f"{one.sequence}"
+                words = f"{letter}: {width:,} {one.kind}" if width > 0.13 * buffer_rows else letter
                 axes.text(left + width / 2, number, words, ha="center", va="center", fontsize=9, color=ink, zorder=4)
     step = panel.step
     axes.set_title(
@@ -140,7 +148,7 @@ def _draw_chunks(axes: Axes, panel: Panel, buffer_rows: int) -> None:
     axes.set_xlim(0, buffer_rows)
     axes.set_ylim(len(panel.chunks) - 0.5, -0.5)
     axes.set_yticks(range(len(panel.chunks)), [f"chunk {c}" for c in range(len(panel.chunks))])
-    axes.set_xlabel("row of the K/V buffer (numbers in the bars: sequence, and its tokens)", fontsize=9)
+    axes.set_xlabel("row of the K/V buffer (in the bars: the sequence and its tokens)", fontsize=9)
     axes.tick_params(length=0, labelsize=9)
     for side in axes.spines.values():
         side.set_visible(False)

@@ -35,7 +35,7 @@ def test_segments_tell_cached_new_and_padding_apart_across_chunks() -> None:
 
 def test_the_text_draws_padding_however_little_it_is() -> None:
     text = as_text(_chunks(Step("one", (0,), (1000,)), page_size=1001, buffer=2002), 2002, width=20).plain
-    assert text.splitlines()[0] == "chunk  0 |000000000/..........|  1,001 rows"
+    assert text.splitlines()[0] == "chunk  0 |AAAAAAAAA/..........|  1,001 rows"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_demo_checks_itself_and_writes_what_it_says(small: list[str], tmp_path
 
 def test_the_text_of_a_demo(small: list[str]) -> None:
     done = CliRunner().invoke(app, small)
-    assert "cached+new tokens of each sequence: 0: 70+5, 1: 0+300, 2: 3+0" in done.stdout
+    assert "cached+new tokens of each sequence: A 70+5, B 0+300, C 3+0" in done.stdout
     assert "new tokens/s" in done.stdout and done.stdout.count("agrees with float64") == 2
 
 
