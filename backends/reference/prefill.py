@@ -8,7 +8,7 @@ heads only. Tile borders depend on the sequence alone.
 Threads take whole tiles and run each op alone: ops that are split over threads wait for one another thousands of times
 a call, which costs little on an idle machine and a factor of five on a busy one.
 
-Measured against ``scaled_dot_product_attention`` on padded copies: see benchmarks/cpu_prefill.py.
+``mla bench --target cpu`` measures it beside ``scaled_dot_product_attention`` on padded copies.
 """
 
 from __future__ import annotations
