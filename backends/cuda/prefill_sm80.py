@@ -1,0 +1,264 @@
+"""Prefill on every NVIDIA GPU from Ampere on: ``sm80/prefill.cu``, mma.sync and cp.async, rows of any stride."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from mla import mask_code
+from mla.backends.cuda import params, runtime
+from mla.backends.cuda.compiler import KernelSpec
+from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, MaskArgs, PagedRows, PageTable, SequenceArgs
+from mla.masks import CausalMask, NullMask
+from mla.problem import PrefillArgs, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of shared memory that one block can have (CUDA C++ Programming Guide, "Compute Capabilities").
+SHARED_BYTES = {
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_87": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90*": 227 << 10,
+    "sm_100*": 227 << 10,
+    "sm_103*": 227 << 10,
+    "sm_12*": 99 << 10,
+}
+#: What the hardware keeps of an SM's shared memory for each resident block.
+_RESERVED_BYTES = 1 << 10
+_ITEM_BYTES = 48
+_STAGES_K = 2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of the kernel.
+
+    Attributes
+    ----------
+    warps : int
+        Warps of a block.
+    warp_rows : int
+        Queries of a warp: 32 read keys and values from shared memory half as often as 16, but need twice the registers.
+    block_n : int
+        Keys of a tile.
+    resident : int
+        Blocks that an SM is to hold at once.
+    """
+
+    warps: int
+    warp_rows: int
+    block_n: int
+    resident: int
+
+    @property
+    def block_m(self) -> int:
+        return self.warps * self.warp_rows
+
+    def shared_bytes(self, dims: tuple[int, int]) -> int:
+        """Dynamic shared memory of a block; the device asserts the same sum."""
+        q_depth, v_head_dim = dims
+        return 2 * ((self.block_m + _STAGES_K * self.block_n) * q_depth + self.block_n * v_head_dim) + _ITEM_BYTES
+
+    def accumulators(self, dims: tuple[int, int]) -> int:
+        """Registers of a thread that hold scores and output."""
+        return self.warp_rows * (self.block_n + dims[1]) // 32
+
+    def fits(self, dims: tuple[int, int], limit: int) -> bool:
+        """Tell whether an SM whose blocks can have ``limit`` bytes each holds the resident blocks."""
+        return self.resident * (self.shared_bytes(dims) + _RESERVED_BYTES) <= limit + _RESERVED_BYTES
+
+
+#: By dims, the best first: two blocks that overlap each other's softmax and products where they fit.
+TILES = {
+    (192, 128): (Tile(4, 32, 64, 2), Tile(4, 32, 32, 2), Tile(8, 16, 32, 1)),
+    (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
+}
+#: The addresses of a bias need registers that the largest tile does not leave.
+_MOST_ACCUMULATORS_WITH_BIAS = 160
+
+
+def shared_limit(arch: str) -> int:
+    """Return the shared memory of a block in bytes; 0 for an architecture that is not in `SHARED_BYTES`."""
+    return next((limit for pattern, limit in SHARED_BYTES.items() if fnmatchcase(arch, pattern)), 0)
+
+
+def tile_of(problem: Problem, arch: str) -> Tile | None:
+    """Choose the first tile that fits the registers and the shared memory of an architecture."""
+    for tile in TILES[problem.dims]:
+        spacious = "bias" not in problem.features or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_BIAS
+        if spacious and tile.fits(problem.dims, shared_limit(arch)):
+            return tile
+    return None
+
+
+class PrefillParams(Structure):
+    """Parameter block of ``sm80/prefill.cu``."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("output", c_void_p),
+        ("lse", c_void_p),
+        ("sinks", c_void_p),
+        ("q_stride_t", c_longlong),
+        ("q_stride_h", c_longlong),
+        ("k_stride_t", c_longlong),
+        ("k_stride_h", c_longlong),
+        ("v_stride_t", c_longlong),
+        ("v_stride_h", c_longlong),
+        ("output_stride_t", c_longlong),
+        ("output_stride_h", c_longlong),
+        ("lse_stride_t", c_longlong),
+        ("lse_stride_h", c_longlong),
+        ("sequences", SequenceArgs),
+        ("page_table", PageTable),
+        ("rope", PagedRows),
+        ("mask", MaskArgs),
+        ("logit_scale", c_float),
+        ("softcap_scale", c_float),
+        ("softcap_logit", c_float),
+        ("batch", c_int),
+        ("heads", c_int),
+    ]
+
+
+@functools.lru_cache(maxsize=512)
+def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool) -> KernelSpec:
+    """Describe the kernel; softcap, bias or a scale that is not positive have scores scaled before the maxima."""
+    assert problem.mask is not None and problem.rope is not None
+    features = problem.features & {"lse", "sinks", "softcap", "bias"}
+    scale_scores = not positive_scale or bool(features & {"softcap", "bias"})
+    parts = [
+        f"prefill.mma.{problem.dtypes}_{problem.out_dtype}.d{problem.dims[0]}x{problem.dims[1]}.{problem.rope}",
+        f"p{problem.page_size}a{problem.alignment}m{tile.block_m}n{tile.block_n}",
+        "-".join(sorted(features)) or "plain",
+        *(["scaled"] if scale_scores else []),
+        problem.mask.key,
+    ]
+    defines: tuple[tuple[str, int | str], ...] = (
+        ("MLA_ELEMENT", C_TYPES[problem.dtypes]),
+        ("MLA_OUTPUT", C_TYPES[problem.out_dtype]),
+        ("MLA_NOPE_DIM", problem.qk_nope_head_dim),
+        ("MLA_V_DIM", problem.v_head_dim),
+        ("MLA_ROPE_KIND", ("paged", "batched", "ragged").index(problem.rope)),
+        ("MLA_PAGE_SIZE", max(problem.page_size, 1)),
+        ("MLA_ALIGNMENT", problem.alignment),
+        ("MLA_LSE", int("lse" in features)),
+        ("MLA_SINKS", int("sinks" in features)),
+        ("MLA_SOFTCAP", int("softcap" in features)),
+        ("MLA_SCALE_SCORES", int(scale_scores)),
+        ("MLA_WARPS", tile.warps),
+        ("MLA_WARP_ROWS", tile.warp_rows),
+        ("MLA_BLOCK_N", tile.block_n),
+        ("MLA_RESIDENT", tile.resident),
+    )
+    return KernelSpec(
+        name=".".join(parts),
+        source="sm80/prefill.cu",
+        symbol="mla_prefill",
+        params=PrefillParams,
+        threads=32 * tile.warps,
+        shared_bytes=tile.shared_bytes(problem.dims),
+        defines=defines,
+        generated=(("mask.cuh", mask_code.c_source(problem.mask)),),
+    )
+
+
+class PrefillSm80:
+    """Prefill by mma.sync; any strides whose last dim is contiguous."""
+
+    @staticmethod
+    def check(problem: Problem, arch: str) -> str | None:
+        """Refuse an architecture whose shared memory holds no tile."""
+        if tile_of(problem, arch) is not None:
+            return None
+        least = min(tile.shared_bytes(problem.dims) for tile in TILES[problem.dims])
+        return f"needs {least:,} bytes of shared memory a block, and {arch} has {shared_limit(arch):,}"
+
+    @staticmethod
+    def problems(arch: str) -> Iterator[Problem]:
+        """Yield what is compiled ahead: DeepSeek-V3 steps in bf16 at the usual page sizes; Hopper has its own."""
+        if arch == "sm_90a":
+            return
+        for page_size in PAGE_SIZES:
+            for mask in (CausalMask(), NullMask()):
+                for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
+                    yield Problem(
+                        "prefill",
+                        "bf16",
+                        out_dtype,
+                        page_size=page_size,
+                        rope="paged",
+                        mask=mask.program,
+                        features=frozenset({"batch_invariant", *features}),
+                    )
+
+    @staticmethod
+    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
+        """Return the kernel of one problem at a positive scale; none where no tile fits."""
+        tile = tile_of(problem, arch)
+        return () if tile is None else (prefill_spec(problem, tile, positive_scale=True),)
+
+    @staticmethod
+    def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
+        """Return 0: blocks find their work in the offsets of the batch."""
+        return 0
+
+    @staticmethod
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+        """Compile and load for a positive scale, for another when a call has one; the result launches."""
+        tile = tile_of(problem, runtime.arch_of(device))
+        assert tile is not None, "dispatch asks check() first"
+
+        @functools.cache
+        def kernel(positive_scale: bool) -> runtime.Kernel:
+            return runtime.load(prefill_spec(problem, tile, positive_scale=positive_scale), device)
+
+        kernel(True)
+
+        def run(args: PrefillArgs) -> None:
+            rows, heads = args.q.shape[:2]
+            batch = args.cu_seqlens_q.shape[0] - 1
+            if rows and batch:
+                slots = rows // tile.block_m + batch
+                kernel(args.softmax_scale > 0.0).launch(_params(args, batch, heads), slots * heads)
+
+        return run
+
+
+def _params(args: PrefillArgs, batch: int, heads: int) -> PrefillParams:
+    logit_scale = args.softmax_scale * math.log2(math.e)
+    tensors = (args.q, args.k, args.v, args.output)
+    return PrefillParams(
+        *(tensor.data_ptr() for tensor in tensors),
+        params.pointer(args.lse),
+        params.pointer(args.sinks),
+        *(stride for tensor in tensors for stride in tensor.stride()[:2]),
+        *((0, 0) if args.lse is None else args.lse.stride()),
+        params.sequence_args(args),
+        PageTable() if args.cache is None else params.page_table(args.cache),
+        _rope(args),
+        params.mask_args(args.mask),
+        logit_scale,
+        2.0 * logit_scale / args.softcap if args.softcap else 0.0,
+        args.softcap * math.log2(math.e),
+        batch,
+        heads,
+    )
+
+
+def _rope(args: PrefillArgs) -> PagedRows:
+    """Describe the roped keys as pages: those of the cache, one a sequence (batched), a single one (ragged)."""
+    if args.cache is not None:
+        return params.paged_rows(args.cache.rope)
+    assert args.rope is not None
+    return params.paged_rows(args.rope if args.rope_kind == "batched" else args.rope[None])
