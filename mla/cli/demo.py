@@ -92,7 +92,7 @@ def demo(
         panels.append(plan_view.Panel(step, batch, chunks, str(result)))
         _show(console, step, result, plan_view.as_text(chunks, buffer))
     picture = output / "plan.png"
-    title = f"mla prefill plan: {heads} head{"s" * (heads > 1)} on {where} ({machine.name_of(device)})"
+    title = f"mla prefill plan: {heads} head{'s' * (heads > 1)} on {where} ({machine.name_of(device)})"
     plan_view.draw(panels, buffer, page_size, title, picture)
     report = {
         "machine": machine.describe(device), "target": str(where), "heads": heads, "page_size": page_size,
