@@ -121,7 +121,7 @@ def as_index(tensor: torch.Tensor, name: str, length: int | None, device: torch.
         raise ShapeError(f"{name} must have length {length}, got {tensor.shape[0]}")
     if tensor.dtype == torch.int32 and tensor.device == device:
         return tensor.contiguous()
-    if tensor.device.type == "cpu" and tensor.dtype != torch.int32:
+    if readable(tensor) and tensor.dtype != torch.int32:
         _require_int32_range(tensor, name)
     return _as_int32(tensor, device).contiguous()
 
@@ -146,7 +146,7 @@ def check_offsets(offsets: torch.Tensor, name: str, rows: int | None = None, row
     rows : int, optional
         Extent of the tensor named `rows_name` that the offsets index.
     """
-    if offsets.device.type != "cpu" or offsets.shape[0] == 0:
+    if not readable(offsets) or offsets.shape[0] == 0:
         return
     if offsets.dtype == torch.uint32:
         offsets = offsets.to(torch.int64)
@@ -158,7 +158,7 @@ def check_offsets(offsets: torch.Tensor, name: str, rows: int | None = None, row
 
 def check_non_negative(values: torch.Tensor, name: str) -> None:
     """Raise if a CPU tensor holds a negative number; tensors on other devices are left unread."""
-    if values.device.type == "cpu" and values.numel() and int(values.to(torch.int64).min()) < 0:
+    if readable(values) and values.numel() and int(values.to(torch.int64).min()) < 0:
         raise ArgumentError(f"{name} must not be negative, got {_preview(values)}")
 
 
@@ -178,6 +178,11 @@ def alignment(*tensors: torch.Tensor | None) -> int:
 def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Return what a check of these tensors can depend on besides values, hashable: dtypes, shapes, strides, devices."""
     return tuple((t.dtype, t.shape, t.stride(), t.device) if isinstance(t, torch.Tensor) else None for t in tensors)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Return whether looking at a tensor's values is free: it is on the CPU, and the call is not being traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mla.target import Target
 
 Stream = torch.cuda.Stream | int
 
@@ -42,3 +45,16 @@ def stream_scope(device: torch.device, stream: Stream | None) -> AbstractContext
     elif stream.device != device:
         raise ArgumentError(f"stream belongs to {stream.device}, but the call runs on {device}")
     return torch.cuda.stream(stream)
+
+
+def traced_target(target: str | Target, stream: Stream | None) -> str:
+    """Return the target of a call that `torch.compile` traces, as its operator takes it.
+
+    Raises
+    ------
+    ArgumentError
+        A stream was given: the compiled code chooses its own.
+    """
+    if stream is not None:
+        raise ArgumentError("stream cannot be given inside torch.compile: enter torch.cuda.stream outside of it")
+    return str(target)

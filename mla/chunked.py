@@ -20,14 +20,15 @@ from mla._check import (
     require_shape,
     require_tensor,
 )
-from mla._launch import Stream, stream_scope
+from mla._chunk_groups import Groups
+from mla._launch import Stream, stream_scope, traced_target
 from mla._prefill_call import Call, find_form, launch
 from mla.errors import ArgumentError, DTypeError, ShapeError
-from mla.gather import Weight, gather_latent, up_project
+from mla.gather import Weight, gather_layer, up_project
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask
 from mla.merge import merge_attn_states
-from mla.plan import PrefillPlan, prefill_plan
+from mla.plan import PlanChunk, PrefillPlan, make_plan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
 
 if TYPE_CHECKING:
@@ -48,26 +49,27 @@ class Extents:
     nope: int
     v_dim: int
     dtype: torch.dtype
-    several: bool  # more than one chunk may be needed
+    partial: int  # rows of a partial result: T, or fewer
 
     def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each part of the workspace: latent, kv, and two partial results with their LSE."""
-        partial = self.total if self.several else 0
         return [
             (self.dtype, (self.rows, KV_LORA_RANK)),
             (self.dtype, (self.rows, self.heads * (self.nope + self.v_dim))),
-            (torch.float32, (partial, self.heads, self.v_dim)),
-            (torch.float32, (partial, self.heads, self.v_dim)),
-            (torch.float32, (partial, self.heads)),
-            (torch.float32, (partial, self.heads)),
+            (torch.float32, (self.partial, self.heads, self.v_dim)),
+            (torch.float32, (self.partial, self.heads, self.v_dim)),
+            (torch.float32, (self.partial, self.heads)),
+            (torch.float32, (self.partial, self.heads)),
         ]
 
     def workspace_bytes(self) -> int:
         """Return the bytes of all parts, each rounded up to `_PART_ALIGNMENT`."""
         return sum(_round_up(dtype.itemsize * math.prod(shape)) for dtype, shape in self.parts())
 
-    def carve(self, workspace: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts as views of a uint8 workspace."""
+    def carve(self, workspace: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
+        """Return the parts as views of a uint8 workspace, or of a new one."""
+        if workspace is None:
+            workspace = torch.empty(self.workspace_bytes(), dtype=torch.uint8, device=device)
         views, offset = [], 0
         for dtype, shape in self.parts():
             size = dtype.itemsize * math.prod(shape)
@@ -157,48 +159,93 @@ def chunked_prefill(
     With none of `plan`, `max_chunks` and `seq_lens_cpu` the call synchronises once, to learn the number of chunks; that
     is refused while a graph is captured.
     """
-    extents = find_extents(q, kv_collection, weight, buffer_token_size, plan)
-    device, total = q.device, extents.total
+    if not isinstance(kv_collection, PagedKVCacheCollection):
+        raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
+    cache = kv_collection.layer(layer_idx)
+    extents = find_extents(q, cache, weight, buffer_token_size, plan)
     require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
-    check_offsets(input_row_offsets, "input_row_offsets", total, "q")
     if lse_layout not in ("TH", "HT"):
         raise ArgumentError(f"lse_layout must be 'TH' or 'HT', got {lse_layout!r}")
-    if workspace is not None:
-        require_workspace(workspace, extents.workspace_bytes(), device)
-    if output is None:
-        output = torch.empty(total, extents.heads, extents.v_dim, dtype=q.dtype, device=device)
     lse = None
     if return_lse:
-        shape = (total, extents.heads) if lse_layout == "TH" else (extents.heads, total)
-        lse = torch.empty(shape, dtype=torch.float32, device=device)
-    with stream_scope(device, stream):
-        offsets = as_index(input_row_offsets, "input_row_offsets", kv_collection.batch_size + 1, device)
-        if plan is None:
-            plan = _make_plan(offsets, kv_collection, layer_idx, buffer_token_size, max_chunks, seq_lens_cpu, target)
-        rows = lse if lse is None or lse_layout == "TH" else lse.T
+        shape = (extents.total, extents.heads) if lse_layout == "TH" else (extents.heads, extents.total)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    rows = lse if lse is None or lse_layout == "TH" else lse.T
+    keep_rows = output is not None
+    if output is None:
+        output = torch.empty(extents.total, extents.heads, extents.v_dim, dtype=q.dtype, device=q.device)
+    if torch.compiler.is_compiling():
+        _trace(
+            output, rows, q, cache, weight, input_row_offsets, mask, scale, plan, buffer_token_size, max_chunks,
+            seq_lens_cpu, sinks, softcap, workspace, keep_rows, traced_target(target, stream),
+        )  # fmt: skip
+    else:
         call = Call(
-            output, q, None, q, q, kv_collection.layer(layer_idx), None, mask, offsets, offsets, scale,
+            output, q, None, q, q, cache, None, mask, input_row_offsets, input_row_offsets, scale,
             lse=rows, softcap=softcap, sinks=sinks, target=target,
         )  # fmt: skip
-        _attend(call, plan, kv_collection, layer_idx, weight, extents, workspace)
-        if plan.host_lengths is None and plan.batch_size:
-            _spoil_cut_sequences(call, plan)
+        with stream_scope(q.device, stream):
+            run_job(call, weight, extents, plan, max_chunks, seq_lens_cpu, workspace, keep_rows)
     return output if lse is None else (output, lse)
+
+
+def run_job(
+    call: Call,
+    weight: Weight,
+    extents: Extents,
+    plan: PrefillPlan | None,
+    max_chunks: int | None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None,
+    workspace: torch.Tensor | None,
+    keep_rows: bool,
+) -> None:
+    """Make the plan where there is none, and work through it; k and v of `call` are made here.
+
+    Parameters
+    ----------
+    keep_rows : bool
+        Leave rows of the output that belong to no sequence as they are; they may become anything otherwise.
+    """
+    cache, device = call.k_rope, call.q.device
+    assert isinstance(cache, PagedKVCache)
+    offsets_given = call.valid_length
+    check_offsets(offsets_given, "input_row_offsets", extents.total, "q")
+    if workspace is not None:
+        require_workspace(workspace, extents.workspace_bytes(), device)
+    offsets = as_index(offsets_given, "input_row_offsets", cache.batch_size + 1, device)
+    call.valid_length = call.cache_row_offsets = offsets
+    if plan is None:
+        row_offsets_cpu = offsets_given if offsets_given.device.type == "cpu" else None
+        if max_chunks is None and seq_lens_cpu is None:
+            seq_lens_cpu, row_offsets_cpu = _fetch_lengths(cache, offsets)
+        plan = make_plan(
+            offsets, cache, extents.rows, max_chunks, seq_lens_cpu, call.target, row_offsets_cpu=row_offsets_cpu
+        )
+    elif plan.total_rows is not None and is_capturing(device):
+        raise ArgumentError(
+            "plan has lengths that the host knows, and a graph is being captured: a replay would not see new ones. "
+            "Make it with max_chunks, without seq_lens_cpu and check()"
+        )
+    groups = Groups.of(plan)
+    if groups is not None:
+        _attend_groups(call, plan, groups, weight, extents, workspace)
+        return
+    _attend_all(call, plan, weight, extents, workspace, keep_rows)
+    if plan.total_rows is None and plan.max_chunks * plan.buffer_token_size < _most_rows(cache):
+        _spoil_cut_sequences(call, plan)
 
 
 def find_extents(
     q: torch.Tensor,
-    kv_collection: PagedKVCacheCollection,
+    cache: PagedKVCache,
     weight: Weight,
     buffer_token_size: int,
     plan: PrefillPlan | None,
 ) -> Extents:
     """Check the operands against each other and return their sizes, with a full buffer and several chunks."""
-    if not isinstance(kv_collection, PagedKVCacheCollection):
-        raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
     require_tensor(q, "q", 3)
     require_dtype(q, "q", _QUERY_DTYPES)
-    require_device(q, "q", kv_collection.device)
+    require_device(q, "q", cache.device)
     total, heads, q_depth = q.shape
     v_dim = dict(SUPPORTED_DIMS).get(q_depth)
     if v_dim is None:
@@ -213,85 +260,127 @@ def find_extents(
         raise DTypeError(f"weight must be a torch.Tensor or a callable, got {type(weight).__name__}")
     if plan is not None:
         for name, have, want in (
-            ("sequences", plan.batch_size, kv_collection.batch_size),
-            ("tokens a page", plan.page_size, kv_collection.page_size),
+            ("sequences", plan.batch_size, cache.batch_size),
+            ("tokens a page", plan.page_size, cache.page_size),
         ):
             if have != want:
                 raise ShapeError(f"plan was made for {have} {name}, kv_collection has {want}")
         buffer_token_size = plan.buffer_token_size
-    return Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, several=True)
+    return Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, partial=total)
 
 
-def _make_plan(
-    offsets: torch.Tensor,
-    kv_collection: PagedKVCacheCollection,
-    layer_idx: int,
-    buffer_token_size: int,
-    max_chunks: int | None,
-    seq_lens_cpu: torch.Tensor | Sequence[int] | None,
-    target: str | Target,
-) -> PrefillPlan:
-    if max_chunks is None and seq_lens_cpu is None:
-        if is_capturing(offsets.device):
-            raise ArgumentError(
-                "one of plan, max_chunks and seq_lens_cpu must be given while a graph is captured: without them "
-                "chunked_prefill synchronises to learn the number of chunks"
-            )
-        seq_lens_cpu = kv_collection.layer(layer_idx).total_lengths(offsets).cpu()  # the one sync
-    return prefill_plan(
-        offsets,
-        kv_collection,
-        layer_idx,
-        buffer_token_size,
-        max_chunks=max_chunks,
-        seq_lens_cpu=seq_lens_cpu,
-        target=target,
+def _fetch_lengths(cache: PagedKVCache, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all tokens of each sequence and the row offsets on the CPU: the one sync of a call that is told nothing."""
+    if is_capturing(offsets.device):
+        raise ArgumentError(
+            "one of plan and max_chunks must be given while a graph is captured: without them chunked_prefill "
+            "synchronises to learn the number of chunks"
+        )
+    both = torch.cat((cache.total_lengths(offsets), offsets)).cpu()
+    return both[: cache.batch_size], both[cache.batch_size :]
+
+
+def _project(
+    chunk: PlanChunk,
+    call: Call,
+    weight: Weight,
+    extents: Extents,
+    latent: torch.Tensor,
+    projected: torch.Tensor,
+) -> None:
+    """Fill the buffer with one chunk; k and v of the call are views of it already."""
+    assert isinstance(call.k_rope, PagedKVCache)
+    n = chunk.max_length
+    gather_layer(
+        chunk.buffer_row_offsets, chunk.cache_offsets, chunk.buffer_length, call.k_rope, latent[:n], call.target
     )
+    up_project(latent[:n], weight, projected[:n])
 
 
-def _attend(
+def _point_at(call: Call, chunk: PlanChunk, extents: Extents, projected: torch.Tensor) -> None:
+    """Make k and v of a call the views of one chunk in the buffer, and its tables those of the chunk."""
+    n = chunk.max_length
+    heads = projected[:n].view(n, extents.heads, extents.nope + extents.v_dim)
+    call.k, call.v = heads[..., : extents.nope], heads[..., extents.nope :]
+    call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
+
+
+def _attend_groups(
+    call: Call, plan: PrefillPlan, groups: Groups, weight: Weight, extents: Extents, workspace: torch.Tensor | None
+) -> None:
+    """Work through the groups of rows: whole sequences into the output, parts of others merged on the way."""
+    q, output, lse, sinks = call.q, call.output, call.lse, call.sinks
+    chunks = list(plan.chunks())
+    rows = max((chunk.max_length for chunk in chunks), default=0)
+    extents = replace(extents, rows=rows, partial=groups.most_parted_rows)
+    latent, projected, so_far, part, so_far_lse, part_lse = extents.carve(workspace, q.device)
+    in_buffer = -1
+    for group, row_offsets in zip(groups.groups, groups.row_offsets.unbind(), strict=True):
+        chunk = chunks[group.chunk]
+        _point_at(call, chunk, extents, projected)
+        call.valid_length = row_offsets
+        call.sinks = sinks if group.starts else None
+        rows_of_q, n = slice(group.first, group.last), group.last - group.first
+        if group.starts and group.ends:
+            call.q, call.output, call.lse = q, output, lse
+        else:
+            call.q = q[rows_of_q]
+            call.output, call.lse = (so_far[:n], so_far_lse[:n]) if group.starts else (part[:n], part_lse[:n])
+        if in_buffer < 0:
+            find_form(call)  # whatever is wrong is said before the first launch
+        if in_buffer != group.chunk:
+            _project(chunk, call, weight, extents, latent, projected)
+            in_buffer = group.chunk
+        launch(call, None)
+        if group.starts:
+            continue
+        merged, merged_lse = so_far[:n], so_far_lse[:n]
+        if group.ends:
+            merged, merged_lse = output[rows_of_q], None if lse is None else lse[rows_of_q]
+        merge_attn_states(
+            merged, so_far[:n], so_far_lse[:n], part[:n], part_lse[:n], merged_lse, target=call.target
+        )
+
+
+def _attend_all(
     call: Call,
     plan: PrefillPlan,
-    kv_collection: PagedKVCacheCollection,
-    layer_idx: int,
     weight: Weight,
     extents: Extents,
     workspace: torch.Tensor | None,
+    keep_rows: bool,
 ) -> None:
-    """Work through the chunks: the first result, or the only one, has the sinks; the others are merged into it."""
+    """Work through the chunks with all rows of q: the first result has the sinks, the others are merged into it."""
     chunks = list(plan.chunks())
     output, lse, sinks = call.output, call.lse, call.sinks
+    several = len(chunks) > 1
     rows = max((chunk.max_length for chunk in chunks), default=0)
-    extents = replace(extents, rows=rows, several=len(chunks) > 1)
-    if workspace is None:
-        workspace = torch.empty(extents.workspace_bytes(), dtype=torch.uint8, device=call.q.device)
-    latent, projected, so_far, part, so_far_lse, part_lse = extents.carve(workspace)
+    extents = replace(extents, rows=rows, partial=extents.total if several else 0)
+    latent, projected, so_far, part, so_far_lse, part_lse = extents.carve(workspace, call.q.device)
     for i, chunk in enumerate(chunks):
-        n = chunk.max_length
-        heads = projected[:n].view(n, extents.heads, extents.nope + extents.v_dim)
-        call.k, call.v = heads[..., : extents.nope], heads[..., extents.nope :]
-        call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
+        _point_at(call, chunk, extents, projected)
         call.sinks = sinks if i == 0 else None
-        if extents.several:
+        if several:
             call.output, call.lse = (so_far, so_far_lse) if i == 0 else (part, part_lse)
         if i == 0:
             find_form(call)  # whatever is wrong is said before the first launch
-        gather_latent(
-            chunk.buffer_row_offsets,
-            chunk.cache_offsets,
-            chunk.buffer_length,
-            kv_collection,
-            layer_idx,
-            latent[:n],
-            target=call.target,
-        )
-        up_project(latent[:n], weight, projected[:n])
+            if several and keep_rows:  # rows of no sequence: what is there, merged with nothing
+                so_far.copy_(output)
+                so_far_lse.zero_()
+                part_lse.fill_(-math.inf)
+        _project(chunk, call, weight, extents, latent, projected)
         launch(call, None)
         if i:
             last = i == len(chunks) - 1
             merged, merged_lse = (output, lse) if last else (so_far, so_far_lse)
             merge_attn_states(merged, so_far, so_far_lse, part, part_lse, merged_lse, target=call.target)
     call.output, call.lse = output, lse
+
+
+def _most_rows(cache: PagedKVCache) -> int:
+    """Return the most rows of a page-padded batch that the tables can hold."""
+    pages = cache.page_table.numel() if cache.page_indptr is None else cache.page_table.shape[0]
+    return pages * cache.page_size
 
 
 def _spoil_cut_sequences(call: Call, plan: PrefillPlan) -> None:
@@ -306,6 +395,46 @@ def _spoil_cut_sequences(call: Call, plan: PrefillPlan) -> None:
     call.output.masked_fill_(spoilt.view(-1, 1, 1), math.nan)
     if call.lse is not None:
         call.lse.masked_fill_(spoilt.view(-1, 1), math.nan)
+
+
+def _trace(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    weight: Weight,
+    input_row_offsets: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    plan: PrefillPlan | None,
+    buffer_token_size: int,
+    max_chunks: int | None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    workspace: torch.Tensor | None,
+    keep_rows: bool,
+    target: str,
+) -> None:
+    """Put the call into a graph that is being traced, as one operator."""
+    if not isinstance(weight, torch.Tensor):
+        raise ArgumentError(
+            "inside torch.compile weight must be a torch.Tensor; with a callable, call chunked_prefill outside, or "
+            "gather, project and attend by the single functions"
+        )
+    if seq_lens_cpu is not None and not isinstance(seq_lens_cpu, torch.Tensor):
+        seq_lens_cpu = torch.tensor(seq_lens_cpu, dtype=torch.int64)
+    tables: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    total_rows, row_offsets_cpu = None, None
+    if plan is not None:
+        tables = plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths, plan.required_chunks
+        buffer_token_size, total_rows = plan.buffer_token_size, plan.total_rows
+        seq_lens_cpu, row_offsets_cpu = plan.seq_lens_cpu, plan.row_offsets_cpu
+    torch.ops.mla.chunked_prefill(
+        output, lse, workspace, q, *cache.operands, weight, input_row_offsets, *mask.operands, scale,
+        *tables, buffer_token_size, total_rows, max_chunks, seq_lens_cpu, row_offsets_cpu, sinks, softcap, keep_rows,
+        target,
+    )  # fmt: skip
 
 
 def require_workspace(workspace: torch.Tensor, need: int, device: torch.device) -> None:

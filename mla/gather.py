@@ -11,6 +11,7 @@ from mla._check import (
     alignment,
     as_index,
     check_offsets,
+    is_capturing,
     require_device,
     require_dtype,
     require_last_dim_contiguous,
@@ -20,7 +21,7 @@ from mla._check import (
     short_dtype,
     signature,
 )
-from mla._launch import Stream, stream_scope
+from mla._launch import Stream, stream_scope, traced_target
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
@@ -130,14 +131,36 @@ def gather_latent(
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
     cache = kv_collection.layer(layer_idx)
+    gather_layer(buffer_row_offsets_1d, cache_offsets_1d, buffer_length, cache, k_latent_buffer, target, stream)
+
+
+def gather_layer(
+    buffer_row_offsets_1d: torch.Tensor,
+    cache_offsets_1d: torch.Tensor,
+    buffer_length: int | torch.Tensor,
+    cache: PagedKVCache,
+    k_latent_buffer: torch.Tensor,
+    target: str | Target = "gpu",
+    stream: Stream | None = None,
+) -> None:
+    """Gather one chunk of one layer."""
     require_tensor(k_latent_buffer, "k_latent_buffer", 2)
+    require_no_grad(k_latent_buffer=k_latent_buffer)
+    if torch.compiler.is_compiling():
+        known = not isinstance(buffer_length, torch.Tensor)
+        torch.ops.mla.gather(
+            k_latent_buffer, buffer_row_offsets_1d, cache_offsets_1d, buffer_length if known else None,
+            None if known else buffer_length, *cache.operands, traced_target(target, stream),
+        )  # fmt: skip
+        return
     aligned_to = min(cache.alignment, alignment(k_latent_buffer))
     key = (cache.signature, target, aligned_to, *signature(k_latent_buffer))
     run = _runs.get(key)
     if run is None:
         run = _runs.remember(key, _validated(cache, k_latent_buffer, aligned_to, target))
-    require_no_grad(k_latent_buffer=k_latent_buffer)
     device, rows = k_latent_buffer.device, k_latent_buffer.shape[0]
+    if is_capturing(device):
+        cache.check_capturable()
     row_offsets = as_index(buffer_row_offsets_1d, "buffer_row_offsets_1d", cache.batch_size + 1, device)
     offsets = as_index(cache_offsets_1d, "cache_offsets_1d", cache.batch_size, device)
     check_offsets(buffer_row_offsets_1d, "buffer_row_offsets_1d", rows, "k_latent_buffer")

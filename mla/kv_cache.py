@@ -5,13 +5,23 @@ Nothing is copied: a collection holds views of the caller's tensors, whose page 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla._check import FP8_DTYPES, alignment, as_index, check_non_negative, check_offsets, require_tensor, short_dtype
-from mla.errors import ArgumentError
+from mla._check import (
+    FP8_DTYPES,
+    alignment,
+    as_index,
+    check_non_negative,
+    check_offsets,
+    is_capturing,
+    require_tensor,
+    short_dtype,
+)
+from mla.errors import ArgumentError, DeviceError
 from mla.kv_layouts import GRANULARITIES, ROW_DIM, CacheViews, as_blocks, split_blocks
 from mla.page_tables import check_live_pages, csr_lengths, make_tables
 
@@ -47,6 +57,9 @@ class PagedKVCache:
         The largest power of two up to 16 that divides the base and the outer strides of latent and rope, in bytes.
     signature : tuple
         All that a kernel is chosen by, hashable.
+    copied : str
+        Why a captured graph would not see new tables: they were converted when the cache was made. Empty where kernels
+        read the caller's own memory.
     """
 
     latent: torch.Tensor
@@ -65,6 +78,73 @@ class PagedKVCache:
     dtypes: str
     alignment: int
     signature: tuple[Any, ...]
+    copied: str
+
+    @classmethod
+    def of(
+        cls,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        scales: torch.Tensor | None,
+        quantization_granularity: int,
+        page_table: torch.Tensor,
+        page_indptr: torch.Tensor | None,
+        lengths: torch.Tensor,
+        lengths_include_new: bool,
+        max_seq_length: int,
+        max_cache_length: int,
+        copied: str = "",
+    ) -> PagedKVCache:
+        """Make a layer of tensors that are in their canonical form; the order is that of `operands`."""
+        num_pages, page_size, _ = latent.shape
+        batch_size, device = lengths.shape[0], latent.device
+        latent_dtype, rope_dtype = short_dtype(latent.dtype), short_dtype(rope.dtype)
+        dtypes = latent_dtype if rope_dtype == latent_dtype else f"{latent_dtype}+{rope_dtype}_rope"
+        # While a call is traced there are no addresses, and nothing asks for them.
+        aligned_to = 1 if torch.compiler.is_compiling() else alignment(latent, rope)
+        csr = page_indptr is not None
+        return cls(
+            latent,
+            rope,
+            page_table,
+            page_indptr,
+            lengths,
+            lengths_include_new,
+            scales,
+            quantization_granularity,
+            page_size,
+            num_pages,
+            batch_size,
+            max_seq_length,
+            max_cache_length,
+            dtypes,
+            aligned_to,
+            (
+                dtypes, page_size, csr, quantization_granularity, aligned_to, batch_size, lengths_include_new, device,
+            ),
+            copied,
+        )  # fmt: skip
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What `of` takes: the layer as operators of ``torch.ops.mla`` take it."""
+        return (
+            self.latent,
+            self.rope,
+            self.scales,
+            self.quantization_granularity,
+            self.page_table,
+            self.page_indptr,
+            self.lengths,
+            self.lengths_include_new,
+            self.max_seq_length,
+            self.max_cache_length,
+        )
+
+    def check_capturable(self) -> None:
+        """Raise a `DeviceError` if a graph that is being captured would not see new tables and lengths."""
+        if self.copied:
+            raise DeviceError(f"a graph is being captured, and a replay would not see new values: {self.copied}")
 
     def __repr__(self) -> str:
         form = "page table" if self.page_indptr is None else "page list"
@@ -239,6 +319,9 @@ class PagedKVCacheCollection:
         views = _views_of_pages(kv_cache, kpe_cache, scales, quantization_granularity)
         require_tensor(kv_page_indptr, "kv_page_indptr", 1)
         device = _table_device(views, kv_page_indptr)
+        worked_out = ""
+        if cache_lengths is None and (seq_lens is None or input_row_offsets is not None) and not is_capturing(device):
+            worked_out = "the lengths of a page list were worked out before; give cache_lengths, or seq_lens alone"
         if cache_lengths is None and seq_lens is None:
             seq_lens = csr_lengths(kv_page_indptr, kv_last_page_len, views.latent.shape[2], device)
         elif kv_last_page_len is not None:
@@ -251,6 +334,8 @@ class PagedKVCacheCollection:
         collection._bind(
             views, kv_page_indices, kv_page_indptr, cache_lengths, seq_lens, max_seq_length, max_cache_length
         )
+        if worked_out:
+            collection._tables = dataclasses.replace(collection._tables, copied=worked_out)
         return collection
 
     @classmethod
@@ -332,6 +417,8 @@ class PagedKVCacheCollection:
         """
         if not 0 <= layer_idx < self.num_layers:
             raise ArgumentError(f"layer_idx must be in [0, {self.num_layers}), got {layer_idx}")
+        if torch.compiler.is_compiling():
+            return self._make_layer(layer_idx)
         layer = self._layers[layer_idx]
         if layer is None:
             layer = self._layers[layer_idx] = self._make_layer(layer_idx)
@@ -385,38 +472,18 @@ class PagedKVCacheCollection:
 
     def _make_layer(self, layer_idx: int) -> PagedKVCache:
         views, tables = self._views, self._tables
-        latent, rope = views.latent[:, layer_idx], views.rope[:, layer_idx]
-        scales = None if views.scales is None else views.scales[:, layer_idx]
-        latent_dtype, rope_dtype = short_dtype(latent.dtype), short_dtype(rope.dtype)
-        dtypes = latent_dtype if rope_dtype == latent_dtype else f"{latent_dtype}+{rope_dtype}_rope"
-        aligned_to = alignment(latent, rope)
-        csr = tables.page_indptr is not None
-        return PagedKVCache(
-            latent,
-            rope,
+        return PagedKVCache.of(
+            views.latent[:, layer_idx],
+            views.rope[:, layer_idx],
+            None if views.scales is None else views.scales[:, layer_idx],
+            views.quantization_granularity,
             tables.page_table,
             tables.page_indptr,
             tables.lengths,
             tables.lengths_include_new,
-            scales,
-            views.quantization_granularity,
-            self.page_size,
-            self.num_pages,
-            self.batch_size,
             tables.max_seq_length,
             tables.max_cache_length,
-            dtypes,
-            aligned_to,
-            (
-                dtypes,
-                self.page_size,
-                csr,
-                views.quantization_granularity,
-                aligned_to,
-                self.batch_size,
-                tables.lengths_include_new,
-                self.device,
-            ),
+            tables.copied,
         )
 
 

@@ -202,6 +202,11 @@ class Capture:
             self._copies[device] = self._home.to(device, non_blocking=True)
         return self._copies[device]
 
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels read the caller's own memory, so that they see what is written there later."""
+        return self.source.device.type != "cpu" and self._home.data_ptr() == self.source.data_ptr()
+
     def same_as(self, other: Capture) -> bool:
         """Whether both stand for the same tensor under the same index."""
         return self.source is other.source and self.index == other.index

@@ -11,10 +11,12 @@ plain: ``a & b`` is visible where both are, ``a | b`` where either is.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import inspect
+import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -102,20 +104,51 @@ class MaskProgram:
     @cached_property
     def key(self) -> str:
         """A name for files and logs, the same in every process and for every mask of the same code."""
-        index: dict[Node, int] = {}
-        for node in postorder(self.expression):
-            index[node] = len(index)
-        listing = [(node.op, node.value, [index[arg] for arg in node.args]) for node in index]
-        return hashlib.sha256(repr((listing, self.captures, self.biases)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((_listing(self.expression), self.captures, self.biases)).encode()).hexdigest()[:16]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=512)
+    def from_text(text: str) -> MaskProgram:
+        """Return the program that `Mask.text` stands for; equal to the one it was written from."""
+        try:
+            name, listing, captures, biases = json.loads(text)
+            nodes: list[Node] = []
+            for op, value, args in listing:
+                nodes.append(Node(op, tuple(nodes[i] for i in args), value))
+            return MaskProgram(name, nodes[-1], tuple(captures), tuple(biases))
+        except (ValueError, TypeError, IndexError) as error:
+            raise ArgumentError(f"mask must be the text of a mask, mask.text, got {text!r}") from error
 
     def __str__(self) -> str:
         return self.name
+
+
+def _listing(expression: Node) -> list[tuple[str, int | str | None, list[int]]]:
+    """List the nodes of an expression, operands first and named by their places."""
+    index: dict[Node, int] = {}
+    for node in postorder(expression):
+        index[node] = len(index)
+    return [(node.op, node.value, [index[arg] for arg in node.args]) for node in index]
+
+
+@functools.lru_cache(maxsize=512)
+def _text_of(program: MaskProgram) -> str:
+    parts = (program.name, _listing(program.expression), program.captures, program.biases)
+    return json.dumps(parts, separators=(",", ":"))
 
 
 class Mask:
     """A condition of visibility, to be given wherever a mask is expected.
 
     Masks are immutable. ``a & b`` is visible where both are, ``a | b`` where either is.
+
+    Attributes
+    ----------
+    program : MaskProgram
+    biases : tuple of torch.Tensor
+        [B, 1 or H, Sq, Sk] each, added to the scaled score.
+    text : str
+        The program in one line, complete: the same in every process; `MaskProgram.from_text` reads it.
     """
 
     def __init__(self, function: MaskFunction) -> None:
@@ -150,6 +183,31 @@ class Mask:
             captures=tuple(capture.index for capture in self._captures),
             biases=tuple(_BIAS_DTYPES[bias.dtype] for bias in biases),
         )
+        self.text = _text_of(self.program)
+
+    @staticmethod
+    def from_text(text: str, captures: Sequence[torch.Tensor] = (), biases: Sequence[torch.Tensor] = ()) -> Mask:
+        """Return the mask of a program's text and its data, in slot order.
+
+        Raises
+        ------
+        ArgumentError
+            Other than as many captures and biases as the program has.
+        DTypeError, ShapeError
+            A capture that is no 1-D integer tensor.
+        """
+        mask = Mask.__new__(Mask)
+        mask.text, mask.program, mask.biases = text, MaskProgram.from_text(text), tuple(biases)
+        dtypes = tuple(_BIAS_DTYPES.get(bias.dtype) for bias in biases)
+        if len(captures) != len(mask.program.captures) or dtypes != mask.program.biases:
+            raise ArgumentError(
+                f"the mask {mask.program.name} has captures {mask.program.captures} and biases {mask.program.biases}, "
+                f"got {len(captures)} captures and biases {dtypes}"
+            )
+        mask._captures = tuple(
+            Capture(tensor, index) for tensor, index in zip(captures, mask.program.captures, strict=True)
+        )
+        return mask
 
     @staticmethod
     def from_function(function: MaskFunction) -> Mask:
@@ -193,6 +251,11 @@ class Mask:
         """Captured tensors in slot order, int32, contiguous, [B] or [H], where they were given."""
         return tuple(capture.on(capture.source.device) for capture in self._captures)
 
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What `from_text` takes: the mask as operators of ``torch.ops.mla`` take it."""
+        return self.text, [capture.source for capture in self._captures], list(self.biases)
+
     def captures_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Captured tensors in slot order on the device of a call; CPU tensors are copied there once.
 
@@ -202,6 +265,22 @@ class Mask:
             A captured tensor is on another GPU, or on a GPU while the call is on the CPU.
         """
         return tuple(capture.on(device) for capture in self._captures)
+
+    def check_capturable(self) -> None:
+        """Raise if a graph that is being captured would not see new values of a captured tensor.
+
+        Raises
+        ------
+        DeviceError
+            A captured tensor was copied, because it is on the CPU, not int32 or uint32, or not contiguous.
+        """
+        for capture in self._captures:
+            if not capture.in_place:
+                raise DeviceError(
+                    f"a tensor captured by {self.program.name} is {capture.source.dtype} on {capture.source.device} and "
+                    "a graph is being captured: a replay would not see its new values. Make it a contiguous int32 "
+                    "tensor on the device of the call"
+                )
 
     def check(self, batch_size: int, num_heads: int, device: torch.device) -> None:
         """Check captured tensors and biases against the extents and the device of a call.

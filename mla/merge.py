@@ -17,7 +17,7 @@ from mla._check import (
     short_dtype,
     signature,
 )
-from mla._launch import Stream, stream_scope
+from mla._launch import Stream, stream_scope, traced_target
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.problem import SUPPORTED_DIMS, MergeArgs, Problem
@@ -73,6 +73,10 @@ def merge_attn_states(
     synchronises.
     """
     tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    if torch.compiler.is_compiling():
+        require_no_grad(output=output, prefix_output=prefix_output, suffix_output=suffix_output)
+        torch.ops.mla.merge(output, output_lse, *tensors[1:5], lse_layout, traced_target(target, stream))
+        return
     run = find_run(*tensors, lse_layout, target)
     require_no_grad(output=output, prefix_output=prefix_output, suffix_output=suffix_output)
     if lse_layout == "HT":

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mla._check import INT32_MAX, as_index, as_page_ids, check_non_negative, check_offsets, require_tensor
+from mla._check import (
+    INT32_MAX,
+    as_index,
+    as_page_ids,
+    check_non_negative,
+    check_offsets,
+    is_capturing,
+    require_tensor,
+)
 from mla.errors import ArgumentError, ShapeError
 
 
@@ -20,6 +29,7 @@ class BatchTables:
     lengths_include_new: bool
     max_seq_length: int
     max_cache_length: int
+    copied: str
 
 
 def make_tables(
@@ -62,17 +72,36 @@ def make_tables(
             f"page table too narrow: max_cache_length {max_cache_length} needs {-(-max_cache_length // page_size)} "
             f"pages, {table_name} has {page_table.shape[-1]} columns for pages of {page_size} tokens"
         )
-    if all(t is None or t.device.type == "cpu" for t in (lengths, page_table, page_indptr)):
+    on_cpu = all(t is None or t.device.type == "cpu" for t in (lengths, page_table, page_indptr))
+    if on_cpu and not torch.compiler.is_compiling():
         check_live_pages(page_table, page_indptr, lengths, page_size, num_pages)
     bound = table_bound if max_cache_length is None else max_cache_length
+    given = {table_name: page_table, "kv_page_indptr": page_indptr, name: lengths}
+    table = as_page_ids(page_table, table_name, device)
+    indptr = None if page_indptr is None else as_index(page_indptr, "kv_page_indptr", None, device)
+    canonical = as_index(lengths, name, None, device)
     return BatchTables(
-        as_page_ids(page_table, table_name, device),
-        None if page_indptr is None else as_index(page_indptr, "kv_page_indptr", None, device),
-        as_index(lengths, name, None, device),
+        table,
+        indptr,
+        canonical,
         seq_lens is not None,
         bound if max_seq_length is None else max_seq_length,
         bound,
+        _what_was_copied(given, (table, indptr, canonical), device),
     )
+
+
+def _what_was_copied(
+    given: dict[str, torch.Tensor | None], used: Sequence[torch.Tensor | None], device: torch.device
+) -> str:
+    """Name a table that was converted outside of a capture; a conversion that is captured is replayed too."""
+    for (name, tensor), table in zip(given.items(), used, strict=True):
+        if tensor is None or table is None:
+            continue
+        converted = tensor.dtype == torch.int64 or tensor.device != device or tensor.stride() != table.stride()
+        if converted and not is_capturing(device):
+            return f"{name} ({tensor.dtype} on {tensor.device}) was copied to int32 on {device} before; keep it there"
+    return ""
 
 
 def csr_lengths(
@@ -89,7 +118,7 @@ def csr_lengths(
     where = kv_page_indptr.device if on_cpu else device
     pages = as_index(kv_page_indptr, "kv_page_indptr", None, where).diff()
     last = as_index(kv_last_page_len, "kv_last_page_len", pages.shape[0], where)
-    if on_cpu and bool(((last > page_size) | ((last < 1) & (pages > 0))).any()):
+    if on_cpu and not torch.compiler.is_compiling() and bool(((last > page_size) | ((last < 1) & (pages > 0))).any()):
         raise ArgumentError(f"kv_last_page_len must be from 1 to the page size {page_size}, got {last.tolist()}")
     return torch.where(pages > 0, (pages - 1) * page_size + last, torch.zeros_like(last))
 

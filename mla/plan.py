@@ -25,19 +25,21 @@ from mla._check import (
     INT32_MAX,
     as_index,
     check_offsets,
+    is_capturing,
     require_device,
     require_dtype,
     require_shape,
     require_tensor,
     signature,
 )
-from mla._launch import Stream, stream_scope
+from mla._launch import Stream, stream_scope, traced_target
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, BufferOverflowError, DTypeError, ShapeError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.problem import PlanArgs, Problem
 
 if TYPE_CHECKING:
+    from mla._chunk_groups import Groups
     from mla.target import Target
 
 DEFAULT_MAX_CHUNKS = 16
@@ -74,8 +76,11 @@ class PrefillPlan:
         N, rows of the buffer.
     page_size : int
         Tokens a page.
-    host_lengths : tuple of int or None
-        Rows of each required chunk where the host knows them: from ``seq_lens_cpu``, or after `check`.
+    total_rows : int or None
+        Rows of the page-padded batch where the host knows them: from ``seq_lens_cpu``, or after `check`.
+    seq_lens_cpu, row_offsets_cpu : torch.Tensor or None
+        [B] cached + new tokens and [B+1] cumulative new tokens where the host knows them: with both, `chunked_prefill`
+        touches in each chunk the rows of that chunk's sequences alone.
     """
 
     buffer_row_offsets: torch.Tensor
@@ -84,8 +89,19 @@ class PrefillPlan:
     required_chunks: torch.Tensor
     buffer_token_size: int
     page_size: int
-    host_lengths: tuple[int, ...] | None
-    _lengths_and_required: torch.Tensor = field(repr=False)
+    total_rows: int | None = None
+    seq_lens_cpu: torch.Tensor | None = None
+    row_offsets_cpu: torch.Tensor | None = None
+    groups: Groups | None = field(default=None, repr=False)  # kept by Groups.of
+    _lengths_and_required: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def host_lengths(self) -> tuple[int, ...] | None:
+        """Rows of each required chunk where the host knows them."""
+        if self.total_rows is None:
+            return None
+        size = self.buffer_token_size
+        return tuple(min(size, self.total_rows - start) for start in range(0, self.total_rows, size))
 
     @property
     def max_chunks(self) -> int:
@@ -107,9 +123,12 @@ class PrefillPlan:
         BufferOverflowError
             Naming needed and given.
         """
-        *lengths, required = self._lengths_and_required.tolist()
+        tail = self._lengths_and_required
+        if tail is None:
+            tail = torch.cat((self.buffer_lengths, self.required_chunks))
+        *lengths, required = tail.tolist()
         _require_chunks(required, self.max_chunks, self.buffer_token_size)
-        self.host_lengths = tuple(lengths[:required])
+        self.total_rows = sum(lengths[:required])
 
     def chunks(self) -> Iterator[PlanChunk]:
         """Yield the chunks to work through, without a sync.
@@ -177,14 +196,39 @@ def generic_flare_mla_prefill_ragged_paged_plan(
     """
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
-    cache = kv_collection.layer(layer_idx)
-    outputs = (buffer_row_offsets, cache_offsets, buffer_lengths)
-    key = (cache.signature, target, *signature(input_row_offsets, *outputs, required_chunks))
+    write_plan(
+        input_row_offsets,
+        kv_collection.layer(layer_idx),
+        buffer_token_size,
+        (buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks),
+        target,
+        stream,
+    )
+
+
+def write_plan(
+    input_row_offsets: torch.Tensor,
+    cache: PagedKVCache,
+    buffer_token_size: int,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    target: str | Target = "gpu",
+    stream: Stream | None = None,
+) -> None:
+    """Write the plan of one layer into (buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks)."""
+    if torch.compiler.is_compiling():
+        torch.ops.mla.plan(
+            *tables, input_row_offsets, *cache.operands, buffer_token_size, traced_target(target, stream)
+        )
+        return
+    key = (cache.signature, target, *signature(input_row_offsets, *tables))
     run = _runs.get(key)
     if run is None:
-        run = _runs.remember(key, _validated(input_row_offsets, cache, *outputs, required_chunks, target))
+        run = _runs.remember(key, _validated(input_row_offsets, cache, *tables, target))
     _check_buffer_token_size(buffer_token_size)
+    buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks = tables
     device = buffer_lengths.device
+    if is_capturing(device):
+        cache.check_capturable()
     offsets = as_index(input_row_offsets, "input_row_offsets", cache.batch_size + 1, device)
     if input_row_offsets.device.type == "cpu":
         check_offsets(input_row_offsets, "input_row_offsets")
@@ -223,7 +267,8 @@ def prefill_plan(
         C, rows of the tables. When missing, as many as `seq_lens_cpu` needs, else 16.
     seq_lens_cpu : torch.Tensor or sequence of int, optional
         [B] on the host: cached + new tokens of each sequence, trusted to equal what the device has. With them overflow
-        is found at once; without them `PrefillPlan.check` finds it, by one sync.
+        is found at once; without them `PrefillPlan.check` finds it, by one sync. They are refused while a graph is
+        captured. With `input_row_offsets` on the CPU as well, `chunked_prefill` moves the fewest bytes.
 
     The other parameters, and the rest of what it raises, are those of `generic_flare_mla_prefill_ragged_paged_plan`.
 
@@ -234,50 +279,61 @@ def prefill_plan(
     """
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
+    cache = kv_collection.layer(layer_idx)
+    return make_plan(input_row_offsets, cache, buffer_token_size, max_chunks, seq_lens_cpu, target, stream)
+
+
+def make_plan(
+    input_row_offsets: torch.Tensor,
+    cache: PagedKVCache,
+    buffer_token_size: int,
+    max_chunks: int | None = None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None = None,
+    target: str | Target = "gpu",
+    stream: Stream | None = None,
+    row_offsets_cpu: torch.Tensor | None = None,
+) -> PrefillPlan:
+    """Return the plan of one layer's tables and lengths; `row_offsets_cpu` is what `input_row_offsets` holds."""
     _check_buffer_token_size(buffer_token_size)
     if max_chunks is not None and max_chunks < 1:
         raise ArgumentError(f"max_chunks must be at least 1, got {max_chunks}")
-    cache = kv_collection.layer(layer_idx)
-    batch_size, page_size = cache.batch_size, cache.page_size
-    host_lengths = None
+    batch_size, device = cache.batch_size, cache.lengths.device
+    total_rows, seq_lens = None, None
     if seq_lens_cpu is not None:
-        seq_lens = _as_list(seq_lens_cpu, batch_size)
-        host_lengths = _chunk_lengths(seq_lens, page_size, buffer_token_size)
+        seq_lens = _host_lengths(seq_lens_cpu, batch_size, device)
+        total_rows = int((-(-seq_lens // cache.page_size)).sum()) * cache.page_size
+        required = -(-total_rows // buffer_token_size)
         if max_chunks is not None:
-            _require_chunks(len(host_lengths), max_chunks, buffer_token_size)
+            _require_chunks(required, max_chunks, buffer_token_size)
         else:
-            max_chunks = max(1, len(host_lengths))
+            max_chunks = max(1, required)
+        if row_offsets_cpu is None and input_row_offsets.device.type == "cpu":
+            row_offsets_cpu = input_row_offsets
     elif max_chunks is None:
         max_chunks = DEFAULT_MAX_CHUNKS
     sizes = (max_chunks * (batch_size + 1), max_chunks * batch_size, max_chunks + 1)
     make = torch.empty if batch_size else torch.zeros
-    row_offsets, offsets, tail = make(sum(sizes), dtype=torch.int32, device=cache.lengths.device).split(sizes)
+    row_offsets, offsets, tail = make(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     plan = PrefillPlan(
         buffer_row_offsets=row_offsets.view(max_chunks, batch_size + 1),
         cache_offsets=offsets.view(max_chunks, batch_size),
         buffer_lengths=tail[:max_chunks],
         required_chunks=tail[max_chunks:],
         buffer_token_size=buffer_token_size,
-        page_size=page_size,
-        host_lengths=host_lengths,
+        page_size=cache.page_size,
+        total_rows=total_rows,
+        seq_lens_cpu=seq_lens,
+        row_offsets_cpu=None if seq_lens is None else row_offsets_cpu,
         _lengths_and_required=tail,
     )
-    generic_flare_mla_prefill_ragged_paged_plan(
-        input_row_offsets,
-        kv_collection,
-        layer_idx,
-        buffer_token_size,
-        plan.buffer_row_offsets,
-        plan.cache_offsets,
-        plan.buffer_lengths,
-        required_chunks=plan.required_chunks,
-        target=target,
-        stream=stream,
-    )
-    if seq_lens_cpu is not None and cache.lengths.device.type == input_row_offsets.device.type == "cpu":
-        actual = cache.total_lengths(input_row_offsets).tolist()
-        if seq_lens != actual:
-            raise ArgumentError(f"seq_lens_cpu is {seq_lens}, but the cached and new tokens are {actual}")
+    tables = (plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths, plan.required_chunks)
+    write_plan(input_row_offsets, cache, buffer_token_size, tables, target, stream)
+    if seq_lens is not None and device.type == input_row_offsets.device.type == "cpu":
+        actual = cache.total_lengths(input_row_offsets)
+        if not torch.equal(seq_lens, actual):
+            raise ArgumentError(
+                f"seq_lens_cpu is {seq_lens.tolist()}, but the cached and new tokens are {actual.tolist()}"
+            )
     return plan
 
 
@@ -332,22 +388,29 @@ def _check_buffer_token_size(buffer_token_size: int) -> None:
         raise ArgumentError(f"buffer_token_size must be from 1 to {INT32_MAX}, got {buffer_token_size}")
 
 
-def _as_list(seq_lens: torch.Tensor | Sequence[int], batch_size: int) -> list[int]:
-    if isinstance(seq_lens, torch.Tensor):
-        require_tensor(seq_lens, "seq_lens_cpu", 1)
-        require_device(seq_lens, "seq_lens_cpu", torch.device("cpu"))
-        seq_lens = seq_lens.tolist()
-    result = list(seq_lens)
-    if len(result) != batch_size:
-        raise ShapeError(f"seq_lens_cpu has {len(result)} entries, the cache's lengths have {batch_size}")
-    if result and min(result) < 0:
-        raise ArgumentError(f"seq_lens_cpu must not be negative, got {min(result)}")
-    return result
-
-
-def _chunk_lengths(seq_lens: list[int], page_size: int, buffer_token_size: int) -> tuple[int, ...]:
-    total = sum(-(-length // page_size) * page_size for length in seq_lens)
-    return tuple(min(buffer_token_size, total - start) for start in range(0, total, buffer_token_size))
+def _host_lengths(
+    seq_lens_cpu: torch.Tensor | Sequence[int], batch_size: int, device: torch.device
+) -> torch.Tensor:
+    """Return the lengths as int64 [B] on the CPU, checked."""
+    if torch.compiler.is_compiling():
+        raise ArgumentError(
+            "seq_lens_cpu is read on the host, which torch.compile does not trace: make the plan outside, or give "
+            "seq_lens_cpu to chunked_prefill"
+        )
+    if is_capturing(device):
+        raise ArgumentError(
+            "seq_lens_cpu fixes the number of chunks, and a graph is being captured: a replay would not see new "
+            "lengths. Give max_chunks instead"
+        )
+    if isinstance(seq_lens_cpu, torch.Tensor):
+        require_tensor(seq_lens_cpu, "seq_lens_cpu", 1)
+        require_device(seq_lens_cpu, "seq_lens_cpu", torch.device("cpu"))
+    lengths = torch.as_tensor(seq_lens_cpu, dtype=torch.int64)
+    if lengths.shape != (batch_size,):
+        raise ShapeError(f"seq_lens_cpu has {lengths.numel()} entries, the cache's lengths have {batch_size}")
+    if batch_size and int(lengths.min()) < 0:
+        raise ArgumentError(f"seq_lens_cpu must not be negative, got {int(lengths.min())}")
+    return lengths
 
 
 def _require_chunks(required: int, given: int, buffer_token_size: int) -> None:

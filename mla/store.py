@@ -10,6 +10,7 @@ from mla._check import (
     alignment,
     as_index,
     check_offsets,
+    is_capturing,
     require_device,
     require_dtype,
     require_last_dim_contiguous,
@@ -19,7 +20,7 @@ from mla._check import (
     short_dtype,
     signature,
 )
-from mla._launch import Stream, stream_scope
+from mla._launch import Stream, stream_scope, traced_target
 from mla.dispatch import Memo, Runner, resolve
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Problem, StoreArgs
 
@@ -65,15 +66,31 @@ def store(
     ShapeError, DTypeError, DeviceError, ArgumentError, UnsupportedError
         Before anything is launched.
     """
-    cache = kv_collection.layer(layer_idx)
+    store_layer(kv_collection.layer(layer_idx), input_row_offsets, latent, rope, target, stream)
+
+
+def store_layer(
+    cache: PagedKVCache,
+    input_row_offsets: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    target: str | Target = "gpu",
+    stream: Stream | None = None,
+) -> None:
+    """Write the rows of one layer."""
     require_tensor(latent, "latent", 2)
     require_tensor(rope, "rope", 2)
+    require_no_grad(latent=latent, rope=rope)
+    if torch.compiler.is_compiling():
+        torch.ops.mla.store(*cache.operands, input_row_offsets, latent, rope, traced_target(target, stream))
+        return
     aligned_to = min(cache.alignment, alignment(latent, rope))
     key = (cache.signature, target, aligned_to, *signature(latent, rope))
     run = _runs.get(key)
     if run is None:
         run = _runs.remember(key, _validated(cache, latent, rope, aligned_to, target))
-    require_no_grad(latent=latent, rope=rope)
+    if is_capturing(cache.device):
+        cache.check_capturable()
     offsets = as_index(input_row_offsets, "input_row_offsets", cache.batch_size + 1, cache.device)
     check_offsets(input_row_offsets, "input_row_offsets", latent.shape[0], "latent")
     if cache.device.type == "cpu":

@@ -38,7 +38,7 @@ def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
         keywords.pop("stream", None)
         return workspace_bytes(bind(output, tuple(rest), keywords))
     if op == "chunked_prefill":
-        q, kv_collection, _, weight = operands[:4]
+        q, kv_collection, layer_idx, weight = operands[:4]
         size, plan = keywords.get("buffer_token_size", 16384), keywords.get("plan")
-        return find_extents(q, kv_collection, weight, size, plan).workspace_bytes()
+        return find_extents(q, kv_collection.layer(layer_idx), weight, size, plan).workspace_bytes()
     raise ArgumentError(f"op must be 'flare_mla_prefill' or 'chunked_prefill', got {op!r}")
