@@ -80,7 +80,11 @@ def bench(
     copy of torch's in the same run. TFLOP/s counts attention alone: 2 * (192 + 128) * heads * visible pairs. On the
     CPU also: our attention beside torch's scaled_dot_product_attention on the same sequence.
 
-    Examples: mla bench; mla bench --target cuda --target triton; mla bench --target cpu --steps 976 --heads 4
+    Examples:
+
+    - `mla bench`
+    - `mla bench --target cuda --target triton`
+    - `mla bench --target cpu --steps 976 --heads 4`
     """
     names = target or _default_targets()
     places = {name: machine.locate(name) for name in names}

@@ -43,7 +43,9 @@ def check(
         list[str] | None, typer.Option(help="cpu, cuda, rocm, triton, ...; repeatable. Default: all that can run here.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How many random batches each case gets.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Repeats a run; the seed of every run is printed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**62, help="Repeats a run; the seed of every run is printed.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
     """Compare every target with a float64 oracle and with every other target.
@@ -52,7 +54,11 @@ def check(
     dtypes, page sizes, masks, sinks and softcap, LSE included. A figure is the error as a share of its bound, which is
     twice as wide between two targets. Exit status 1 when one exceeds its bound.
 
-    Examples: mla check; mla check --target cpu --rounds 5; mla check --target cuda --target triton --seed 7
+    Examples:
+
+    - `mla check`
+    - `mla check --target cpu --rounds 5`
+    - `mla check --target cuda --target triton --seed 7`
     """
     names = target or machine.available_targets()
     places = {name: machine.locate(name)[1] for name in names}

@@ -33,7 +33,10 @@ def compile_(
     Each binary comes with its source and a JSON of its registers, spills and shared memory. A program that finds the
     folder in MLA_AOT_DIR loads from it what it would have compiled.
 
-    Examples: mla compile --target cuda:sm_90a; mla compile --target rocm:gfx942 --op prefill --output kernels-gfx942
+    Examples:
+
+    - `mla compile --target cuda:sm_90a`
+    - `mla compile --target rocm:gfx942 --op prefill --output kernels-gfx942`
     """
     where = Target.parse(target)
     if unknown := [name for name in op or () if name not in OPS]:

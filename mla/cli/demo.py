@@ -61,7 +61,7 @@ def demo(
     steps: Annotated[str | None, typer.Option(help="Numbers of shipped steps, 976,605, or a JSON-lines file.")] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 64,
     buffer: Annotated[int, typer.Option(min=1, help="Rows of the K/V buffer, N.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of the random rows and of the order of the pages.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Of the random rows and of the order of the pages.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for plan.png and demo.json.")] = Path("mla-demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
 ) -> None:
@@ -71,7 +71,11 @@ def demo(
     gather, up-projection and attention. Rows are compared with a float64 oracle that knows nothing of pages and chunks.
     Exit status 1 when they disagree.
 
-    Examples: mla demo; mla demo --target cpu --steps 976 --heads 4; mla demo --page-size 16 --buffer 8192
+    Examples:
+
+    - `mla demo`
+    - `mla demo --target cpu --steps 976 --heads 4`
+    - `mla demo --page-size 16 --buffer 8192`
     """
     where, device = machine.locate(target or machine.default_target())
     chosen = find_steps(steps, DEMO_STEPS, heads)

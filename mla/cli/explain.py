@@ -29,6 +29,12 @@ def explain(
 
     Works for hardware that is not here. Without options the problem is a DeepSeek-V3 step in bf16, pages of 64 tokens.
     Exit status 1 when nothing fits.
+
+    Examples:
+
+    - `mla explain prefill --target rocm:gfx942`
+    - `mla explain gather --target cuda:sm_90a --dtypes fp8 --page-size 1`
+    - `mla explain prefill --feature sinks --feature softcap --mask NullMask`
     """
     fields: dict[str, Any] = {
         "dtypes": dtypes,

@@ -55,7 +55,7 @@ def find_segments(plan: PrefillPlan, step: Step) -> list[list[Segment]]:
     return chunks
 
 
-def as_text(chunks: list[list[Segment]], buffer_rows: int, width: int = 64) -> Text:
+def as_text(chunks: list[list[Segment]], buffer_rows: int, width: int = 52) -> Text:
     """Draw each chunk as a line of cells: the sequence's letter, ``/`` where a page ends empty, ``.`` for unused rows.
 
     A cell shows what most of its rows are, but padding is always drawn, if only one cell wide.
