@@ -316,7 +316,12 @@ def _find_ahead(unit: Unit) -> Binary | None:
 
 def _find_or_compile(unit: Unit, compile_unit: Callable[[Unit], Binary], compiler: Callable[[], str]) -> Binary:
     folder = cache_dir()
-    compiler_name = compiler()
+    try:
+        compiler_name = compiler()
+    except Exception as error:
+        raise CompileError(
+            f"{unit.kernel_id} for {unit.arch} is not compiled ahead, and its compiler cannot be loaded: {error}"
+        ) from error
     stem = f"{unit.kernel_id}-{_digest(unit.digest, compiler_name)[:16]}"
     if binary := _read(unit, folder, stem):
         return binary

@@ -251,6 +251,14 @@ def test_a_folder_compiled_ahead_needs_no_compiler(
         obtain(unit("other text under the same id"), Compiler(), version)
 
 
+def test_a_missing_compiler_is_told(folder: Path) -> None:
+    def absent() -> str:
+        raise ImportError("no NVRTC here")
+
+    with pytest.raises(CompileError, match=r"variant for sm_80 is not compiled ahead.*no NVRTC here"):
+        obtain(unit(), Compiler(), absent)
+
+
 def test_the_cache_folder_itself_may_be_compiled_ahead(folder: Path) -> None:
     jit_cache.write_ahead(unit(), Compiler()(unit()), version(), folder)
     compiler = Compiler()
