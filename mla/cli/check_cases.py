@@ -48,7 +48,7 @@ class Case:
     @property
     def name(self) -> str:
         """The operation and what differs from the usual."""
-        usual, words = Case(self.op), [self.op, self.dtypes]
+        usual, words = Case(self.op), [self.op] if self.op == "plan" else [self.op, self.dtypes]
         words += [f"pages of {self.page_size}"] * (self.page_size != usual.page_size or self.op == "plan")
         words += [self.mask] * (self.mask != usual.mask) + [f"q_depth {self.dims[0]}"] * (self.dims != usual.dims)
         words += ["sinks"] * self.sinks + ["softcap"] * bool(self.softcap)
