@@ -13,6 +13,7 @@ from mla import mask_code
 from mla.backends.rocm import params, runtime
 from mla.backends.rocm.compiler import KernelSpec
 from mla.backends.rocm.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs
+from mla.errors import ArgumentError
 from mla.masks import CausalMask, NullMask
 from mla.problem import SUPPORTED_DIMS, PrefillArgs, Problem
 
@@ -24,6 +25,8 @@ _WAVE = 64
 _ROWS_PER_WAVE = 32
 #: Workgroups along y at most; HIP takes fewer than 65,536.
 _MAX_GRID_Y = 65535
+#: Bytes between rows of k, v and rope: below it a tile's offsets fit 32 bits.
+MAX_ROW_STRIDE = 1 << 25
 #: LDS of a workgroup.
 LDS_BYTES = {"gfx90a": 64 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 
@@ -111,6 +114,17 @@ def _rope_rows(args: PrefillArgs) -> tuple[PagedRows, PageTable]:
     return PagedRows(rope.data_ptr(), batch_stride, rope.stride(-2) * size), PageTable()
 
 
+def _check_strides(args: PrefillArgs) -> None:
+    rope = args.rope if args.cache is None else args.cache.rope
+    assert rope is not None
+    for name, tensor, axis in (("k", args.k, 0), ("v", args.v, 0), ("k_rope", rope, -2)):
+        stride = tensor.stride(axis) * tensor.element_size()
+        if stride >= MAX_ROW_STRIDE:
+            raise ArgumentError(
+                f"{name}: rows lie {stride} bytes apart; the rocm prefill takes less than {MAX_ROW_STRIDE}"
+            )
+
+
 def score_scale(softmax_scale: float, softcap: float) -> ScoreScale:
     """Fold log2(e) into the factors of the scores."""
     log2e = math.log2(math.e)
@@ -186,6 +200,7 @@ class Prefill:
         block_m = tile_of(problem.dims, arch).block_m
 
         def run(args: PrefillArgs) -> None:
+            _check_strides(args)
             q, lse = args.q, args.lse
             tokens, heads = q.shape[:2]
             batch_size = args.cu_seqlens_q.shape[0] - 1

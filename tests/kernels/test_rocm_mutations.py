@@ -25,12 +25,12 @@ CASE = Case(lengths=((90, 70), (40, 3)), heads=1, page_size=16, scale=1.0)
 
 PREFILL = {
     "barrier_dropped": ("    barrier();  // the stage", "    // barrier();  // the stage"),
-    "value_column_swapped": ("value_place(2 * pair + 1, chunk)", "value_place((2 * pair + 3) % kVDim, chunk)"),
-    "key_chunk_swapped": ("kNopeDim / 8 + rope_chunk(i))) = rope[i]", "kNopeDim / 8 + (rope_chunk(i) ^ 1))) = rope[i]"),
+    "value_column_swapped": ("value_place(block.column + 1,", "value_place((block.column + 3) % kVDim,"),
+    "key_chunk_swapped": ("kRowChunks + item(i) % kRopeRowChunks))", "kRowChunks + (item(i) % kRopeRowChunks ^ 1)))"),
     "swizzle_of_reads_only": ("key_place(row, 2 * i + half) +", "row * kKeyPitch + (2 * i + half) * kChunkBytes +"),
-    "page_index_wrong": ("source.n_keys - 1)) / kPageSize]", "source.n_keys - 1)) / kPageSize ^ 1]"),
+    "page_index_wrong": ("source.offset + key) / kPageSize]", "source.offset + key) / kPageSize ^ 1]"),
     "diagonal_shifted": ("mask_visible(mask, b, h, first + ahead,", "mask_visible(mask, b, h, first + ahead + 1,"),
-    "rows_not_clamped": ("min(first + block.first_key + j, last)", "(first + block.first_key + j)"),
+    "rows_not_clamped": ("WHOLE ? row : min(row, last)", "row"),
     "rescale_dropped": ("o[d] *= alpha;", "o[d] *= 1.0f;"),
     "key_order_of_values": ("(chunk % 2 + 2 * half) * 4", "(2 * (chunk % 2) + half) * 4"),
 }

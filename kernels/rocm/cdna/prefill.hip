@@ -75,9 +75,9 @@ MLA_DEVICE KeySource key_source(const PrefillParams& p, const Item& item) {
   const Sequence& s = item.s;
   source.k = p.k.data + s.k_begin * p.k.token_stride + item.h * p.k.head_stride;
   source.v = p.v.data + s.k_begin * p.v.token_stride + item.h * p.v.head_stride;
-  source.k_stride = p.k.token_stride;
-  source.v_stride = p.v.token_stride;
-  source.rope_stride = p.rope.token_stride;
+  source.k_stride = uint32_t(p.k.token_stride);
+  source.v_stride = uint32_t(p.v.token_stride);
+  source.rope_stride = uint32_t(p.rope.token_stride);
   source.rope_rows = p.rope;
   if constexpr (MLA_ROPE_KIND == kRopePaged) source.rope_pages = page_row(p.page_table, item.b);
   if constexpr (MLA_ROPE_KIND == kRopeBatched)

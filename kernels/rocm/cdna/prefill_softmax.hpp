@@ -96,17 +96,16 @@ MLA_DEVICE float move_reference(const Scores& s, RowState& row) {
 // Scores to probabilities: 16-bit fragments, eight keys a lane and 16 keys of the tile each, summed into the row.
 MLA_DEVICE void exponentials(const Scores& s, RowState& row, u32x4 (&fragment)[kBlockN / 16]) {
   const float reference = row.m == -infinity() ? 0.0f : row.m;
-  float sum = 0.0f;
+  f32x2 sum = {0.0f, 0.0f};  // two at a time: packed additions
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
-    float p[16];
+    const f32x16 x = s.block[n] - reference;
 #pragma unroll
-    for (int r = 0; r < 16; ++r) {
-      p[r] = exp2_flushed(s.block[n][r] - reference);
-      sum += p[r];
+    for (int i = 0; i < 8; ++i) {
+      const f32x2 p = {exp2_flushed(x[2 * i]), exp2_flushed(x[2 * i + 1])};
+      sum += p;
+      fragment[2 * n + i / 4][i % 4] = pack_finite<Element>(p[0], p[1]);
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) fragment[2 * n + i / 4][i % 4] = pack_finite<Element>(p[2 * i], p[2 * i + 1]);
   }
-  row.l += sum;
+  row.l += sum[0] + sum[1];
 }

@@ -45,22 +45,24 @@ MLA_DEVICE int value_place(int column, int chunk) {
 
 template <typename T> MLA_DEVICE T& lds_at(uint8_t* lds, int place) { return *reinterpret_cast<T*>(lds + place); }
 
-// Where the keys of one (sequence, head) lie.
+// Where the keys of one (sequence, head) lie. Row strides are below 2^25 bytes (the host sees to it), so that a tile's own offsets take
+// 32 bits; what leads to the tile takes 64.
 struct KeySource {
   const uint8_t* k;     // first key's nope columns
   const uint8_t* v;     // first key's values
   const uint8_t* rope;  // batched, ragged: first key's rope
-  int64_t k_stride, v_stride, rope_stride;
-  PagedRows rope_rows;     // paged
-  const int* rope_pages;   // paged: pages of the sequence
-  int offset;              // paged: position of the first key
-  int n_keys;              // > 0
+  uint32_t k_stride, v_stride, rope_stride;
+  PagedRows rope_rows;    // paged
+  const int* rope_pages;  // paged: pages of the sequence
+  int offset;             // paged: position of the first key
+  int n_keys;             // > 0
 };
 
-// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key: finite, and hidden
-// later, so that nothing of what lies there is read.
+// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key: finite, and hidden later, so that nothing of
+// what lies there is read.
 struct TileRegisters {
-  static constexpr int kNopeChunks = kBlockN * kNopeDim / 8, kRopeChunks = kBlockN * kRopeDim / 8;
+  static constexpr int kRowChunks = kNopeDim / 8, kRopeRowChunks = kRopeDim / 8;
+  static constexpr int kNopeChunks = kBlockN * kRowChunks, kRopeChunks = kBlockN * kRopeRowChunks;
   static constexpr int kValueBlocks = (kBlockN / 4) * (kVDim / 2);  // of 4 keys and 2 columns
   static constexpr int kNope = ceil_div(kNopeChunks, kThreads), kRope = ceil_div(kRopeChunks, kThreads);
   static constexpr int kValue = kValueBlocks / kThreads;
@@ -72,20 +74,14 @@ struct TileRegisters {
   uint32_t value[kValue][4];
   int page[kRope];  // of the rope rows of the tile after this one
 
-  MLA_DEVICE static int rope_row(int i) { return (thread_id() + i * kThreads) / (kRopeDim / 8); }
-  MLA_DEVICE static int rope_chunk(int i) { return (thread_id() + i * kThreads) % (kRopeDim / 8); }
+  MLA_DEVICE static int item(int i) { return thread_id() + i * kThreads; }
   MLA_DEVICE static bool has_rope() { return kRopeChunks >= kThreads || wave_id() * kWaveSize < kRopeChunks; }
 
   // Value block i: neighbouring lanes take the two key blocks that share a 16-byte chunk.
-  struct ValueBlock { int first_key, column, place; };
+  struct ValueBlock { int first_key, column, chunk, half; };
   MLA_DEVICE static ValueBlock value_block(int i) {
-    const int n = thread_id() + i * kThreads, half = n & 1, pair = (n >> 1) % (kVDim / 2), chunk = (n >> 1) / (kVDim / 2);
-    return {(chunk / 2) * 16 + (chunk % 2 + 2 * half) * 4, 2 * pair, value_place(2 * pair, chunk) + 8 * half};
-  }
-  // The same block of the odd column beside it.
-  MLA_DEVICE static int odd_place(int i) {
-    const int n = thread_id() + i * kThreads, half = n & 1, pair = (n >> 1) % (kVDim / 2), chunk = (n >> 1) / (kVDim / 2);
-    return value_place(2 * pair + 1, chunk) + 8 * half;
+    const int half = item(i) & 1, pair = (item(i) >> 1) % (kVDim / 2), chunk = (item(i) >> 1) / (kVDim / 2);
+    return {(chunk / 2) * 16 + (chunk % 2 + 2 * half) * 4, 2 * pair, chunk, half};
   }
 
   // Page ids of tile `tile`, ahead of `fetch`.
@@ -93,58 +89,72 @@ struct TileRegisters {
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
       if (!has_rope()) return;
 #pragma unroll
-      for (int i = 0; i < kRope; ++i)
-        page[i] = source.rope_pages[(source.offset + min(tile * kBlockN + rope_row(i), source.n_keys - 1)) / kPageSize];
+      for (int i = 0; i < kRope; ++i) {
+        const int key = min(tile * kBlockN + item(i) / kRopeRowChunks, source.n_keys - 1);
+        page[i] = source.rope_pages[uint32_t(source.offset + key) / kPageSize];
+      }
     }
   }
 
   MLA_DEVICE void fetch(const KeySource& source, int tile) {
-    const int first = tile * kBlockN, last = source.n_keys - 1;
+    if ((tile + 1) * kBlockN <= source.n_keys) fetch_rows<true>(source, tile);
+    else fetch_rows<false>(source, tile);
+  }
+
+  // WHOLE: all keys of the tile count. The lanes' offsets then are the same for every tile.
+  template <bool WHOLE> MLA_DEVICE void fetch_rows(const KeySource& source, int tile) {
+    const int first = tile * kBlockN, last = source.n_keys - 1 - first;
+    const auto row_of = [&](int row) { return uint32_t(WHOLE ? row : min(row, last)); };
+    const uint8_t* k = source.k + int64_t(first) * source.k_stride;
 #pragma unroll
-    for (int i = 0; i < kNope; ++i) {
-      const int n = thread_id() + i * kThreads, row = n / (kNopeDim / 8), chunk = n % (kNopeDim / 8);
-      nope[i] = load_global<u32x4>(source.k + min(first + row, last) * source.k_stride + chunk * kChunkBytes);
-    }
+    for (int i = 0; i < kNope; ++i)
+      nope[i] = load_global<u32x4>(k + (row_of(item(i) / kRowChunks) * source.k_stride + item(i) % kRowChunks * kChunkBytes));
     if (has_rope()) {
 #pragma unroll
       for (int i = 0; i < kRope; ++i) {
-        const int key = min(first + rope_row(i), last);
-        const uint8_t* row;
-        if constexpr (MLA_ROPE_KIND == kRopePaged)
-          row = token_row(source.rope_rows, page[i], (source.offset + key) % kPageSize);
-        else
-          row = source.rope + key * source.rope_stride;
-        rope[i] = load_global<u32x4>(row + rope_chunk(i) * kChunkBytes);
+        const uint32_t row = row_of(item(i) / kRopeRowChunks), column = item(i) % kRopeRowChunks * kChunkBytes;
+        if constexpr (MLA_ROPE_KIND == kRopePaged) {
+          const uint32_t slot = (uint32_t(source.offset + first) + row) % kPageSize;
+          rope[i] = load_global<u32x4>(source.rope_rows.data + page[i] * source.rope_rows.page_stride +
+                                       (slot * source.rope_stride + column));
+        } else {
+          rope[i] = load_global<u32x4>(source.rope + int64_t(first) * source.rope_stride + (row * source.rope_stride + column));
+        }
       }
     }
+    const uint8_t* v = source.v + int64_t(first) * source.v_stride;
 #pragma unroll
     for (int i = 0; i < kValue; ++i) {
       const ValueBlock block = value_block(i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        value[i][j] = load_global<uint32_t>(source.v + min(first + block.first_key + j, last) * source.v_stride +
-                                            block.column * kElementBytes);
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t column = block.column * kElementBytes;
+        if constexpr (WHOLE)
+          value[i][j] = load_global<uint32_t>(v + int64_t(j) * source.v_stride + (block.first_key * source.v_stride + column));
+        else
+          value[i][j] = load_global<uint32_t>(v + (row_of(block.first_key + j) * source.v_stride + column));
+      }
     }
   }
 
   // Into one stage of LDS.
   MLA_DEVICE void commit(uint8_t* lds) const {
 #pragma unroll
-    for (int i = 0; i < kNope; ++i) {
-      const int n = thread_id() + i * kThreads;
-      lds_at<u32x4>(lds, key_place(n / (kNopeDim / 8), n % (kNopeDim / 8))) = nope[i];
-    }
+    for (int i = 0; i < kNope; ++i) lds_at<u32x4>(lds, key_place(item(i) / kRowChunks, item(i) % kRowChunks)) = nope[i];
     if (has_rope()) {
 #pragma unroll
-      for (int i = 0; i < kRope; ++i) lds_at<u32x4>(lds, key_place(rope_row(i), kNopeDim / 8 + rope_chunk(i))) = rope[i];
+      for (int i = 0; i < kRope; ++i)
+        lds_at<u32x4>(lds, key_place(item(i) / kRopeRowChunks, kRowChunks + item(i) % kRopeRowChunks)) = rope[i];
     }
+    constexpr uint32_t kLow = 0x05040100, kHigh = 0x07060302;  // both low halves, both high halves
 #pragma unroll
     for (int i = 0; i < kValue; ++i) {
       const ValueBlock block = value_block(i);
       const auto& v = value[i];
-      constexpr uint32_t kLow = 0x05040100, kHigh = 0x07060302;  // both low halves, both high halves
-      lds_at<u32x2>(lds, block.place) = {__builtin_amdgcn_perm(v[1], v[0], kLow), __builtin_amdgcn_perm(v[3], v[2], kLow)};
-      lds_at<u32x2>(lds, odd_place(i)) = {__builtin_amdgcn_perm(v[1], v[0], kHigh), __builtin_amdgcn_perm(v[3], v[2], kHigh)};
+      lds_at<u32x2>(lds, value_place(block.column, block.chunk) + 8 * block.half) =
+          u32x2{__builtin_amdgcn_perm(v[1], v[0], kLow), __builtin_amdgcn_perm(v[3], v[2], kLow)};
+      lds_at<u32x2>(lds, value_place(block.column + 1, block.chunk) + 8 * block.half) =
+          u32x2{__builtin_amdgcn_perm(v[1], v[0], kHigh), __builtin_amdgcn_perm(v[3], v[2], kHigh)};
     }
   }
 };

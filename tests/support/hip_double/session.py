@@ -1,7 +1,8 @@
 """The ROCm backend through the real hip-python, run as a script with the double's libraries on hip-python's path.
 
 Compilation goes to the clang of the ziglang wheel, launches to the interpreter; tensors lie on the CPU, and the few
-torch functions that would ask for a HIP device are replaced. Prints what ran; any difference from the reference is an error.
+torch functions that would ask for a HIP device are replaced. Prints what ran; any difference from the reference is an
+error.
 """
 
 from __future__ import annotations
