@@ -52,9 +52,11 @@ class Tile:
         q_depth, v_head_dim = dims
         rows = 2 * (self.row_groups * 64 + self.stages_k * self.block_n) * q_depth
         values = 2 * self.stages_v * self.block_n * v_head_dim
+        if self.stages_v == 1:  # room for a second stage, in the place of a row group's Q
+            values += max(0, 2 * (self.block_n * v_head_dim - 64 * q_depth))
         items = 3 * self.row_groups * 48
         table = (TABLE_SEQUENCES + 1) * _ENTRY_BYTES
-        barriers = 2 * self.row_groups + 2 * self.stages_k + 2 * self.stages_v + _ROPE_WARPS
+        barriers = 2 * self.row_groups + 2 * self.stages_k + 2 * 2 + _ROPE_WARPS
         return 1024 + rows + values + items + table + _ROPE_WARPS * 16 + self.stages_k * 8 + 8 * barriers
 
     def defines(self) -> tuple[tuple[str, int], ...]:

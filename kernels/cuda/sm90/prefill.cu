@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
       mbarrier_init(shared.k_full(stage), 1 + kRopeGather);
       mbarrier_init(shared.k_empty(stage), kWarps * kRowGroups);
     }
-    for (int stage = 0; stage < kStagesV; stage++) {
+    for (int stage = 0; stage < kMostStagesV; stage++) {
       mbarrier_init(shared.v_full(stage), 1);
       mbarrier_init(shared.v_empty(stage), kWarps * kRowGroups);
     }

@@ -9,7 +9,6 @@ struct Consumer {
   const Shared& shared;
   const int group;  // the row group it works for
   Ring<kStagesK> k;
-  Ring<kStagesV> v;
   const Item* item;
 
   // This thread's first row in the item; its other row is 8 below.
@@ -33,14 +32,14 @@ struct Consumer {
       wgmma_ss<Element, W>(s, q_at + descriptor_step(i / 4 * kQBlockBytes + i % 4 * 32),
                            k_at + descriptor_step(i / 4 * kKeyBlockBytes + i % 4 * 32), i > 0);
     wgmma_commit_group();
-    const uint32_t tag = __reduce_or_sync(~0u, *shared.tag(k.stage()));
+    const uint32_t tag = __reduce_or_sync(~0u, *shared.tag(k.stage()));  // the same in all lanes, and now ptxas knows
     wgmma_wait_group<0>();
     release(shared.k_empty(k.stage()));
     k.advance();
     const uint32_t next = class_in(tag, group);
     if (next == kEnd) release(shared.q_empty(group));
 
-    const int first = int(tag & kTileMask) * kBlockN;
+    const int first = tile_in(tag) * kBlockN;
     const int key = first + tid_x() % 4 * 2;
     if constexpr (kScaleScores) scale_scores<W>(s, p, *item, row(), key);
     if constexpr (kMasked) mask_scores<W>(s, p, *item, row(), key);
@@ -55,25 +54,24 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < W / 4; i++) probability[i] = cvt_rn_x2<Element>(s[2 * i], s[2 * i + 1]);
 
-    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
-    if constexpr (kMasked) clear_v_past(item->n_keys - first);
+    mbarrier_wait_parity(shared.v_full(v_stage_in(tag)), v_phase_in(tag));
+    if constexpr (kMasked) clear_v_past(v_stage_in(tag), item->n_keys - first);
     wgmma_fence();
-    const uint64_t v_at = wgmma_descriptor(shared.v(v.stage()), kKeyBlockBytes, 1024);
+    const uint64_t v_at = wgmma_descriptor(shared.v(v_stage_in(tag)), kKeyBlockBytes, 1024);
 #pragma unroll
     for (int i = 0; i < W / 16; i++)
       wgmma_rs<Element, MLA_V_DIM>(o, probability[4 * i], probability[4 * i + 1], probability[4 * i + 2], probability[4 * i + 3],
                                    v_at + descriptor_step(i * 16 * kSwizzleBytes));
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    release(shared.v_empty(v.stage()));
-    v.advance();
+    release(shared.v_empty(v_stage_in(tag)));
     return next;
   }
 
   // Rows of V past the last key may hold anything, and 0 * NaN is NaN. Every warpgroup writes the same zeros, so each orders only itself.
-  MLA_DEVICE void clear_v_past(int keys) const {
+  MLA_DEVICE void clear_v_past(int stage, int keys) const {
     if (keys >= kBlockN) return;
-    uint8_t* rows = shared.v_bytes(v.stage()) + keys * kSwizzleBytes;
+    uint8_t* rows = shared.v_bytes(stage) + keys * kSwizzleBytes;
     for (int i = tid_x() & 127; i < (kBlockN - keys) * (kSwizzleBytes / 16); i += 128)
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
@@ -85,20 +83,20 @@ struct Consumer {
   // A tile of which this warpgroup sees nothing.
   MLA_DEVICE uint32_t skip() {
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
-    const uint32_t next = class_in(*shared.tag(k.stage()), group);
+    const uint32_t tag = *shared.tag(k.stage());
+    const uint32_t next = class_in(tag, group);
     __syncwarp();
     release(shared.k_empty(k.stage()));
     k.advance();
     if (next == kEnd) release(shared.q_empty(group));
-    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
-    release(shared.v_empty(v.stage()));
-    v.advance();
+    mbarrier_wait_parity(shared.v_full(v_stage_in(tag)), v_phase_in(tag));
+    release(shared.v_empty(v_stage_in(tag)));
     return next;
   }
 };
 
 MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group) {
-  Consumer consumer{p, shared, group, {0}, {0}, nullptr};
+  Consumer consumer{p, shared, group, {0}, nullptr};
   uint32_t q_phase = 0;
 #pragma unroll 1
   while (true) {

@@ -69,17 +69,27 @@ struct alignas(16) Item {
   int k_position;        // of key 0
   int n_keys;
   uint32_t first_class;  // TileClass of the first tile
+  int v_stages;          // in use: 2 where the last row group's Q gives way
 };
 
 // What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.
 enum TileClass : uint32_t { kHidden = kTileHidden, kPartial = kTilePartial, kVisible = kTileVisible, kHalf = 3, kEnd = 4 };
 
-// A key tile and classes, one for each row group, in a word. A K stage is tagged with its tile and the classes of the tile after it.
-constexpr int kTileBits = 20, kClassBits = 4;
-constexpr uint32_t kTileMask = (1u << kTileBits) - 1;
-constexpr uint32_t kEndOfAll = 0x444u << kTileBits;
-static_assert(kTileBits + kClassBits * kRowGroups <= 32 && kRowGroups <= 3, "tile and classes fill a word");
-MLA_DEVICE uint32_t class_in(uint32_t word, int row_group) { return word >> (kTileBits + kClassBits * row_group) & ((1 << kClassBits) - 1); }
+// A key tile and classes, one for each row group, in a word; between them room for the place of its V: bit 0 the stage, bit 1 the phase.
+constexpr int kTileBits = 18, kPlaceBits = 2, kClassBits = 4;
+constexpr uint32_t kTileMask = (1u << kTileBits) - 1, kClassesMask = ~0u << (kTileBits + kPlaceBits);
+constexpr uint32_t kEndOfAll = 0x444u << (kTileBits + kPlaceBits);
+static_assert(kTileBits + kPlaceBits + kClassBits * kRowGroups <= 32 && kRowGroups <= 3, "tile, place and classes fill a word");
+MLA_DEVICE constexpr int class_shift(int row_group) { return kTileBits + kPlaceBits + kClassBits * row_group; }
+MLA_DEVICE uint32_t class_in(uint32_t word, int row_group) { return word >> class_shift(row_group) & ((1 << kClassBits) - 1); }
+
+// What comes with a K stage: its tile, the place of that tile's V, and the classes of the tile after it.
+MLA_DEVICE uint32_t tag_of(uint32_t tile, uint32_t v_place, uint32_t next) {
+  return (tile & kTileMask) | v_place << kTileBits | (next & kClassesMask);
+}
+MLA_DEVICE int tile_in(uint32_t tag) { return tag & kTileMask; }
+MLA_DEVICE int v_stage_in(uint32_t tag) { return tag >> kTileBits & 1; }
+MLA_DEVICE uint32_t v_phase_in(uint32_t tag) { return tag >> (kTileBits + 1) & 1; }
 
 // How the rope rows of a K tile come. The tiles go round the rope warps, each of which has a mailbox: it is free again when its tile has
 // been consumed, and that is long before the producer comes round.
@@ -105,15 +115,20 @@ constexpr int kKBytes = kQkBlocks * kKeyBlockBytes;
 constexpr int kVBytes = kVBlocks * kKeyBlockBytes;
 constexpr int kRopeBytes = kKeyBlockBytes;
 
-constexpr int kOffsetQ = 0;
-constexpr int kOffsetK = kOffsetQ + kRowGroups * kQBytes;
+// With one stage of V there is a second one where the last row group has no rows in any item: in the place of its Q.
+constexpr bool kSpareV = kStagesV == 1;
+constexpr int kOffsetK = 0;
 constexpr int kOffsetV = kOffsetK + kStagesK * kKBytes;
-constexpr int kOffsetItems = kOffsetV + kStagesV * kVBytes;                     // by row group: two buffers and the producer's draft
+constexpr int kOffsetQ = kOffsetV + kStagesV * kVBytes;
+constexpr int kMostStagesV = 2;
+static_assert(kStagesV <= kMostStagesV, "a bit of the tag");
+constexpr int kVStride = kSpareV ? kOffsetQ + (kRowGroups - 1) * kQBytes - kOffsetV : kVBytes;
+constexpr int kOffsetItems = kOffsetQ + kRowGroups * kQBytes + (kSpareV && kVBytes > kQBytes ? kVBytes - kQBytes : 0);                     // by row group: two buffers and the producer's draft
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetTags = kOffsetJobs + kRopeWarps * int(sizeof(RopeJob));
 constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;  // words
-constexpr int kBarriers = 2 * kRowGroups + 2 * kStagesK + 2 * kStagesV + kRopeWarps;
+constexpr int kBarriers = 2 * kRowGroups + 2 * kStagesK + 2 * kMostStagesV + kRopeWarps;
 constexpr int kAlignment = 1024;                                                // of swizzle atoms
 static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetBarriers + 8 * kBarriers, "the host counts other bytes");
 
@@ -129,17 +144,15 @@ struct Shared {
   }
   MLA_DEVICE uint32_t q(int group) const { return base + kOffsetQ + group * kQBytes; }
   MLA_DEVICE uint32_t k(int stage) const { return base + kOffsetK + stage * kKBytes; }
-  MLA_DEVICE uint32_t v(int stage) const { return base + kOffsetV + stage * kVBytes; }
-  MLA_DEVICE uint8_t* v_bytes(int stage) const { return bytes + kOffsetV + stage * kVBytes; }
+  MLA_DEVICE uint32_t v(int stage) const { return base + kOffsetV + stage * kVStride; }
+  MLA_DEVICE uint8_t* v_bytes(int stage) const { return bytes + kOffsetV + stage * kVStride; }
   MLA_DEVICE Item* item(int group, int buffer) const {
     return reinterpret_cast<Item*>(bytes + kOffsetItems) + buffer * kRowGroups + group;
   }
   MLA_DEVICE Item* draft() const { return item(0, 2); }  // [kRowGroups]
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
   MLA_DEVICE RopeJob* job(int warp) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + warp; }
-  MLA_DEVICE volatile uint32_t* tag(int stage) const {
-    return reinterpret_cast<volatile uint32_t*>(bytes + kOffsetTags) + 2 * stage;
-  }
+  MLA_DEVICE uint32_t* tag(int stage) const { return reinterpret_cast<uint32_t*>(bytes + kOffsetTags) + 2 * stage; }
   // mbarriers                                                                  signalled by -> waited for by
   MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }     // producer, TMA -> consumers of the row group
   MLA_DEVICE uint32_t q_empty(int group) const { return barrier(kRowGroups + group); }   // those consumers' warps -> producer
@@ -147,10 +160,10 @@ struct Shared {
   MLA_DEVICE uint32_t k_empty(int stage) const { return barrier(2 * kRowGroups + kStagesK + stage); }  // consumers' warps -> producer
   MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }  // producer, TMA -> consumers
   MLA_DEVICE uint32_t v_empty(int stage) const {  // consumers' warps -> producer
-    return barrier(2 * kRowGroups + 2 * kStagesK + kStagesV + stage);
+    return barrier(2 * kRowGroups + 2 * kStagesK + kMostStagesV + stage);
   }
   MLA_DEVICE uint32_t job_full(int warp) const {  // producer -> rope warp
-    return barrier(2 * kRowGroups + 2 * kStagesK + 2 * kStagesV + warp);
+    return barrier(2 * kRowGroups + 2 * kStagesK + 2 * kMostStagesV + warp);
   }
 
  private:

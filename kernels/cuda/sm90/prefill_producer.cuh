@@ -28,7 +28,7 @@ MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int ti
     uint32_t type = class_of_keys(p, item, first, end);
     if (type == kVisible && end < past) type = kPartial;
     if (type == kPartial && (middle >= end || class_of_keys(p, item, middle, end) == kHidden)) type = kHalf;
-    word |= type << (kTileBits + kClassBits * group);
+    word |= type << class_shift(group);
   }
   return word;
 }
@@ -39,7 +39,7 @@ MLA_DEVICE uint32_t next_tile(const PrefillParams& p, const Item* items, TileWal
     if (walk.chunk == 0) return kEndOfAll;
     walk.chunk--;
     walk.word = class_tile(p, items, walk.chunk * 32 + (threadIdx.x & 31));
-    walk.pending = __ballot_sync(~0u, walk.word > kTileMask);
+    walk.pending = __ballot_sync(~0u, (walk.word & kClassesMask) != 0);
   }
   const int top = 31 - __clz(walk.pending);
   walk.pending &= ~(1u << top);
@@ -53,7 +53,6 @@ struct Producer {
   const Shared& shared;
   Item* items;  // at hand, one a row group; in shared memory, because the warp has few registers
   Ring<kStagesK> k{kStagesK};
-  Ring<kStagesV> v{kStagesV};
   uint32_t q_phase = 1;  // its complement is the buffer of the item slots
 
   MLA_DEVICE int lane() const { return threadIdx.x & 31; }
@@ -77,6 +76,7 @@ struct Producer {
       item.k_row = entry.k_begin;
       item.k_position = entry.offset;
       item.n_keys = entry.n_keys;
+      item.v_stages = kSpareV && grouping.size < kRowGroups ? 2 : kStagesV;
     }
     __syncwarp();
   }
@@ -128,7 +128,7 @@ struct Producer {
 
   MLA_DEVICE void load_k(uint32_t tile, uint32_t next) {
     const Item& item = *items;
-    const int first = int(tile & kTileMask) * kBlockN;
+    const int first = tile_in(tile) * kBlockN;
     const bool boxes = rope_boxes();
     // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
     int page = 0, last_box = 0;
@@ -141,7 +141,7 @@ struct Producer {
     mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
     const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
     if (lead()) {
-      *shared.tag(k.stage()) = (tile & kTileMask) | (next & ~kTileMask);
+      *shared.tag(k.stage()) = tag_of(tile, v_place(k.count), next);
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKBytes - kRopeBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks - 1; block++)
@@ -170,36 +170,42 @@ struct Producer {
     k.advance();
   }
 
+  // Stage and phase of V of the tile whose K was loaded at `count`, as the tag has them. Stages of V go round like those of K.
+  MLA_DEVICE uint32_t v_place(uint32_t count) const {
+    const uint32_t index = count - kStagesK;
+    return items->v_stages == 1 ? (index & 1) << 1 : index & 3;
+  }
+
   // V of the tile whose K was loaded `back` stages ago.
   MLA_DEVICE void load_v(int back) {
-    const int first = int(*shared.tag((k.count - back) % kStagesK) & kTileMask) * kBlockN;
-    mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
+    const uint32_t count = k.count - back, place = v_place(count);
+    const int stage = place & 1, first = tile_in(*shared.tag(count % kStagesK)) * kBlockN;
+    mbarrier_wait_parity(shared.v_empty(stage), place >> 1 ^ 1);
     if (lead()) {
-      const uint32_t full = shared.v_full(v.stage());
+      const uint32_t full = shared.v_full(stage);
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
-        cp_async_bulk_tensor_3d(shared.v(v.stage()) + block * kKeyBlockBytes, p.v, block * 64, items->head, items->k_row + first, full,
+        cp_async_bulk_tensor_3d(shared.v(stage) + block * kKeyBlockBytes, p.v, block * 64, items->head, items->k_row + first, full,
                                 kEvictLast);
     }
-    v.advance();
   }
 
-  // All loads of the item: K runs one tile ahead of V. `cold`: nothing is in flight yet, so Q, waited for first, goes first; later the
-  // first K goes ahead, because it need not wait for the previous item's last product.
-  MLA_DEVICE void load(bool cold) {
+  // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first; later the first K goes
+  // ahead, because it need not wait for the previous item's last product.
+  MLA_DEVICE void load() {
     TileWalk walk{ceil_div(items->n_keys, 32 * kBlockN), 0, 0};
     uint32_t tile = next_tile(p, items, walk);
     if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
     __syncwarp();
-    if (cold || tile == kEndOfAll) load_q();
+    if (k.count == kStagesK || tile == kEndOfAll) load_q();
     bool first = true;
 #pragma unroll 1
     while (tile != kEndOfAll) {
       const uint32_t next = next_tile(p, items, walk);
       load_k(tile, next);
       if (!first) load_v(2);
-      else if (!cold) load_q();
+      else if (k.count != kStagesK + 1) load_q();
       first = false;
       tile = next;
     }
@@ -229,12 +235,8 @@ MLA_DEVICE bool take_item(Producer& producer, int index) {
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
   if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table());
   Producer producer{p, shared, shared.draft()};
-  bool cold = true;
 #pragma unroll 1
-  for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) {
-    producer.load(cold);
-    cold = false;
-  }
+  for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) producer.load();
   producer.finish();
   // The last thread block leaves the counters as it found them.
   if (producer.lead()) {
@@ -265,7 +267,7 @@ MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int wa
       for (int first = 0; first < rows; first += 32) {
         const int row = first + lane < rows ? first + lane : rows - 1;
         const uint64_t address = reinterpret_cast<uint64_t>(token_row(p.rope_rows, pages, job.token + row));
-#pragma unroll 2
+#pragma unroll 1
         for (int i = 0; i < 8; i++) {
           const int copied = 4 * i + lane / 8, chunk = lane % 8;
           const uint64_t from = __shfl_sync(~0u, address, copied);
