@@ -1,9 +1,9 @@
 """Cycles that executed instructions take on each unit of a compute unit, by the vendor's published rates.
 
-A static estimate, no measurement: every unit is taken as always fed. Sources: "Instruction passes" of the CDNA2, CDNA3 and
-CDNA4 instruction set manuals (MFMA), the CDNA white papers (LDS: 128 bytes a cycle, CDNA4 reads 256; one wave instruction
-on 16 lanes a SIMD, 4 cycles; transcendentals and 32-bit integer multiplication a quarter of that rate, transcendentals of
-CDNA4 a half).
+A static estimate, no measurement: every unit is taken as always fed. Sources: the CDNA2, CDNA3 and CDNA4 instruction
+set manuals (passes of MFMA) and white papers (LDS: 128 bytes a cycle, CDNA4 reads 256; a wave instruction on 16 lanes a
+SIMD, 4 cycles; transcendentals and 32-bit integer multiplication a quarter of that rate, transcendentals of CDNA4 a
+half).
 """
 
 from __future__ import annotations
