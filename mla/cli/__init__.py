@@ -29,8 +29,9 @@ def main() -> None:
     """Run the command line; an error of the user's becomes one line and a hint on stderr, and exit status 2."""
     try:
         app(prog_name="mla")
-    except CompileError as error:  # none of the user's: the compiler's log says more than a line can
-        raise SystemExit(f"mla: {error}") from None
+    except CompileError as error:  # the compiler's log says more than a line can
+        print(f"mla: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     except (MlaError, OSError) as error:
         print(f"mla: {str(error).splitlines()[0]}", f"hint: {_hint(error)}", sep="\n", file=sys.stderr)
         raise SystemExit(2) from None
