@@ -1,10 +1,10 @@
-"""Prefill attention on the six shapes of docs/perf-log.md, beside FlashAttention-4's own kernel in the same run.
+"""Prefill attention on the six shapes of mla/data/shapes.yaml, beside FlashAttention-4's own kernel in the same run.
 
     python benchmarks/prefill_h200.py --json result.json [--shapes 8k,ragged] [--peers fa4]
 
 Ours reads what the specification gives it: k and v as strided views of one up-projection, roped keys from pages in
-random order, nothing concatenated. The peer gets its 192-wide K ready-made (``fa4``) and, in a second row, has to make it
-(``fa4+concat``). Medians of events with the L2 cache flushed between runs; FLOPs = 2 * (192 + 128) * H * visible pairs.
+random order, nothing concatenated. The peer gets its 192-wide K ready-made (``fa4``) and, in a second row, has to make
+it (``fa4+concat``). Medians of events with the L2 cache flushed between runs; FLOPs = 2 * (192 + 128) * H * visible pairs.
 The first and the last row of a shape are the same implementation: a difference below theirs is noise.
 """
 
@@ -17,53 +17,25 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import mla
+from mla.cli.steps import Step, find_shapes
 
 PAGE_SIZE = 64
 NOPE, ROPE, V_DIM = 128, 64, 128
-RAGGED = (4096, 129, 2048, 777, 1024, 3001, 64, 1500, 512, 2222, 33, 4000, 1, 900, 1800, 2500)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """(new, new + cached) of each sequence."""
-
-    name: str
-    heads: int
-    pairs: tuple[tuple[int, int], ...]
-    causal: bool = True
-
-    @property
-    def flops(self) -> int:
-        visible = sum(
-            sum(max(0, min(keys, keys - new + i + 1)) for i in range(new)) if self.causal else new * keys
-            for new, keys in self.pairs
-        )
-        return 2 * (NOPE + ROPE + V_DIM) * self.heads * visible
-
-
-SHAPES = (
-    Shape("8k", 128, ((8192, 8192),)),
-    Shape("32k", 16, ((32768, 32768),)),
-    Shape("ragged", 16, tuple((n, n) for n in RAGGED)),
-    Shape("chunk", 128, ((2048, 16384),)),
-    Shape("full", 16, ((4096, 4096),) * 4, causal=False),
-    Shape("1k", 16, ((1024, 1024),)),
-)
+SHAPES = find_shapes("gpu")
 
 
 class Inputs:
     """The tensors of one shape, on the GPU."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: Step, seed: int) -> None:
         generator = torch.Generator(device="cuda").manual_seed(seed)
         self.shape = shape
-        heads, new, keys = shape.heads, [n for n, _ in shape.pairs], [k for _, k in shape.pairs]
+        heads, new, keys = shape.heads, list(shape.new), list(shape.lengths)
 
         def normal(*size: int) -> torch.Tensor:
             return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -80,14 +52,13 @@ class Inputs:
         for row, first, count in zip(table, torch.tensor([0, *pages]).cumsum(0).tolist(), pages, strict=False):
             row[:count] = order[first : first + count]
         cache = normal(sum(pages), PAGE_SIZE, 576)
-        self.rope = torch.cat(
-            [cache[row[:count]].reshape(-1, 576)[:k, 512:] for row, count, k in zip(table.cuda(), pages, keys, strict=True)]
-        )
-        cached = torch.tensor([k - n for n, k in shape.pairs], dtype=torch.int32, device="cuda")
+        sequences = zip(table.cuda(), pages, keys, strict=True)
+        self.rope = torch.cat([cache[row[:count]].reshape(-1, 576)[:k, 512:] for row, count, k in sequences])
+        cached = torch.tensor(shape.cached, dtype=torch.int32, device="cuda")
         self.cache = mla.PagedKVCacheCollection.from_pages(cache, table.cuda(), cached).layer(0)
         self.offsets_q, self.offsets_k = offsets(new), offsets(keys)
         self.longest = max(new), max(keys)
-        self.mask = mla.CausalMask() if shape.causal else mla.NullMask()
+        self.mask = shape.make_mask()
         self.scale = (NOPE + ROPE) ** -0.5
         self.output = torch.empty(sum(new), heads, V_DIM, device="cuda", dtype=torch.bfloat16)
         self.lse = torch.empty(sum(new), heads, device="cuda")
@@ -99,7 +70,7 @@ class Inputs:
         """Relative Frobenius error of the first and last head against float64."""
         difference = norm = 0.0
         first_q = first_k = 0
-        for new, keys in self.shape.pairs:
+        for new, keys in zip(self.shape.new, self.shape.lengths, strict=True):
             here = slice(first_k, first_k + keys)
             for head in {0, self.shape.heads - 1}:
                 k = torch.cat([self.k[here, head], self.rope[here]], -1).double()
@@ -166,7 +137,7 @@ def measure(inputs: Inputs, call: Callable[[], torch.Tensor]) -> dict[str, float
 
 
 def milliseconds(call: Callable[[], torch.Tensor], seconds: float = 0.35) -> list[float]:
-    """Time calls by events, L2 flushed before each. The flush takes longer than the host needs for a call: the GPU never waits."""
+    """Time calls by events, L2 flushed before each, which takes longer than a call's host side: the GPU never waits."""
     flush = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
 
     def times(repeats: int) -> list[float]:
@@ -212,7 +183,8 @@ def main() -> None:
         results[shape.name] = {}
         for name, call in calls.items():
             found = results[shape.name][name] = measure(inputs, call)
-            print(f"{shape.name:8}{name:12}{found['ms']:9.4f} ms {found['tflops']:6.0f} TFLOP/s  error {found['error']:.1e}")
+            rate = f"{found['ms']:9.4f} ms {found['tflops']:6.0f} TFLOP/s"
+            print(f"{shape.name:8}{name:12}{rate}  error {found['error']:.1e}")
             sys.stdout.flush()
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1))

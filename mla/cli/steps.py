@@ -38,17 +38,22 @@ class Step:
         return tuple(c + n for c, n in zip(self.cached, self.new, strict=True))
 
     @property
+    def causal(self) -> bool:
+        """Whether the mask is the causal one; else all keys are visible."""
+        return self.mask == "causal"
+
+    @property
     def flops(self) -> int:
         """Operations of attention in q_depth 192 and v_head_dim 128: 2 * (192 + 128) * heads * visible pairs."""
         pairs = sum(
-            n * c + n * (n + 1) // 2 if self.mask == "causal" else n * (c + n)
+            n * c + n * (n + 1) // 2 if self.causal else n * (c + n)
             for c, n in zip(self.cached, self.new, strict=True)
         )
         return 2 * (192 + 128) * self.heads * pairs
 
     def make_mask(self) -> Mask:
         """Return the mask that the step names."""
-        return CausalMask() if self.mask == "causal" else NullMask()
+        return CausalMask() if self.causal else NullMask()
 
 
 def find_steps(wanted: str | None, default: tuple[int, ...], heads: int) -> list[Step]:
