@@ -4,8 +4,8 @@
 
 Ours reads what the specification gives it: k and v as strided views of one up-projection, roped keys from pages in
 random order, nothing concatenated. The peer gets its 192-wide K ready-made (``fa4``) and, in a second row, has to make
-it (``fa4+concat``). Medians of events with the L2 cache flushed between runs; FLOPs = 2 * (192 + 128) * H * visible pairs.
-The first and the last row of a shape are the same implementation: a difference below theirs is noise.
+it (``fa4+concat``). Medians of events with the L2 cache flushed between runs; FLOPs = 2 * (192 + 128) * H * visible
+pairs. The first and the last row of a shape are the same implementation: a difference below theirs is noise.
 """
 
 from __future__ import annotations
