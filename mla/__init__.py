@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mla import torch_ops  # noqa: F401  (registers torch.ops.mla)
 from mla.chunked import chunked_prefill
 from mla.dispatch import explain
 from mla.errors import (
@@ -10,6 +11,7 @@ from mla.errors import (
     CompileError,
     DeviceError,
     DTypeError,
+    MissingPackageError,
     MlaError,
     RegistryError,
     ShapeError,
@@ -50,6 +52,7 @@ __all__ = [
     "Explanation",
     "Mask",
     "MaterializedMask",
+    "MissingPackageError",
     "MlaError",
     "NullMask",
     "PagedKVCache",

@@ -16,11 +16,11 @@ import torch
 
 from mla import dispatch
 from mla._check import as_index, check_offsets, is_capturing, require_no_grad
-from mla._launch import Stream, stream_scope
+from mla._launch import Stream, stream_scope, traced_target
 from mla._prefill_check import describe
 from mla.errors import ArgumentError
 from mla.kv_cache import PagedKVCache
-from mla.masks import Mask
+from mla.masks import Mask, as_mask
 from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 from mla.target import Target
 
@@ -38,6 +38,7 @@ class Form:
     run: Callable[[PrefillArgs], None]
     indices_ready: bool  # every index tensor is contiguous int32 on the device of the call
     indices_on_cpu: bool  # one of them can be read without a sync
+    captures: bool  # a cache or a mask brings tensors that may have been copied before the call
 
 
 @dataclass(slots=True)
@@ -92,14 +93,52 @@ def launch(call: Call, stream: Stream | None) -> None:
     MlaError
         As the public functions document; nothing has been launched then.
     """
+    if torch.compiler.is_compiling():
+        _trace(call, stream)
+        return
     form = find_form(call)
     if torch.is_grad_enabled():
-        require_no_grad(q=call.q, q_rope=call.q_rope, k=call.k, v=call.v, k_rope=_rope_tensor(call), sinks=call.sinks)
+        _refuse_gradients(call)
+    if form.captures and is_capturing(call.q.device):
+        _check_capturable(call)
     if not math.isfinite(call.scale) or not 0 <= call.softcap < math.inf:
         name, value = ("softcap", call.softcap) if math.isfinite(call.scale) else ("scale", call.scale)
         raise ArgumentError(f"{name} must be a finite number{' >= 0' * (name == 'softcap')}, got {value}")
     with stream_scope(call.q.device, stream):
         form.run(canonical(call, form))
+
+
+def _trace(call: Call, stream: Stream | None) -> None:
+    """Put the call into a graph that is being traced, as one operator."""
+    _refuse_gradients(call)
+    rope, mask = call.k_rope, as_mask(call.mask, "mask_functor")
+    if isinstance(rope, PagedKVCache):
+        rope_operands = rope.operands
+    else:
+        rope_operands = (None, rope, call.k_rope_scales, 0, None, None, None, False, 0, 0)
+    scales = [
+        torch.full((1,), float(scale), dtype=torch.float32, device=call.q.device)
+        if isinstance(scale, (int, float))
+        else scale
+        for scale in (call.q_scale, call.k_scales, call.v_scale)
+    ]
+    torch.ops.mla.prefill(
+        call.output, call.q, call.q_rope, call.k, call.v, *rope_operands, *mask.operands, call.valid_length,
+        call.cache_row_offsets, call.scale, call.q_max_seq_len, call.cache_offsets, call.start_positions,
+        call.kv_lengths, *scales, call.rope_prescaled, call.lse, call.lse_layout, call.sinks, call.softcap,
+        call.workspace, call.check_indices, call.batch_invariant, traced_target(call.target, stream),
+    )  # fmt: skip
+
+
+def _refuse_gradients(call: Call) -> None:
+    rope = call.k_rope.rope if isinstance(call.k_rope, PagedKVCache) else call.k_rope
+    require_no_grad(q=call.q, q_rope=call.q_rope, k=call.k, v=call.v, k_rope=rope, sinks=call.sinks)
+
+
+def _check_capturable(call: Call) -> None:
+    if isinstance(call.k_rope, PagedKVCache):
+        call.k_rope.check_capturable()
+    call.mask.check_capturable()
 
 
 def find_form(call: Call) -> Form:
@@ -121,6 +160,7 @@ def find_form(call: Call) -> Form:
             dispatch.resolve(problem, call.target, device),
             all(i.dtype == torch.int32 and i.device == device and i.is_contiguous() for i in given),
             any(i.device.type == "cpu" for i in given),
+            isinstance(call.k_rope, PagedKVCache) or bool(call.mask.program.captures),
         )
         _forms.remember(key, form)
     return form
@@ -234,10 +274,6 @@ def _looks(value: torch.Tensor | float | None) -> Any:
     if value is None or isinstance(value, (float, int)):
         return type(value)
     return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
-
-
-def _rope_tensor(call: Call) -> torch.Tensor:
-    return call.k_rope.rope if isinstance(call.k_rope, PagedKVCache) else call.k_rope
 
 
 def _check_values(call: Call, device: torch.device) -> None:

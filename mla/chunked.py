@@ -270,7 +270,7 @@ def find_extents(
 
 
 def _fetch_lengths(cache: PagedKVCache, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all tokens of each sequence and the row offsets on the CPU: the one sync of a call that is told nothing."""
+    """Return the tokens of each sequence and the row offsets on the CPU: the one sync of a call that knows nothing."""
     if is_capturing(offsets.device):
         raise ArgumentError(
             "one of plan and max_chunks must be given while a graph is captured: without them chunked_prefill "
@@ -334,12 +334,10 @@ def _attend_groups(
         launch(call, None)
         if group.starts:
             continue
-        merged, merged_lse = so_far[:n], so_far_lse[:n]
-        if group.ends:
-            merged, merged_lse = output[rows_of_q], None if lse is None else lse[rows_of_q]
-        merge_attn_states(
-            merged, so_far[:n], so_far_lse[:n], part[:n], part_lse[:n], merged_lse, target=call.target
-        )
+        merged, merged_lse = (output[rows_of_q], lse) if group.ends else (so_far[:n], so_far_lse[:n])
+        if group.ends and lse is not None:
+            merged_lse = lse[rows_of_q]
+        merge_attn_states(merged, so_far[:n], so_far_lse[:n], part[:n], part_lse[:n], merged_lse, target=call.target)
 
 
 def _attend_all(

@@ -152,6 +152,8 @@ class Mask:
     """
 
     def __init__(self, function: MaskFunction) -> None:
+        if torch.compiler.is_compiling():
+            raise ArgumentError("a mask cannot be made inside torch.compile: make it once, outside, and pass it in")
         tracing = Tracing()
         with tracing:
             result = function(*(IntExpr(variable(name)) for name in "bhqk"))
@@ -277,8 +279,8 @@ class Mask:
         for capture in self._captures:
             if not capture.in_place:
                 raise DeviceError(
-                    f"a tensor captured by {self.program.name} is {capture.source.dtype} on {capture.source.device} and "
-                    "a graph is being captured: a replay would not see its new values. Make it a contiguous int32 "
+                    f"a tensor captured by {self.program.name} is {capture.source.dtype} on {capture.source.device} "
+                    "and a graph is being captured: a replay would not see its new values. Make it a contiguous int32 "
                     "tensor on the device of the call"
                 )
 

@@ -75,7 +75,9 @@ def merge_attn_states(
     tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
     if torch.compiler.is_compiling():
         require_no_grad(output=output, prefix_output=prefix_output, suffix_output=suffix_output)
-        torch.ops.mla.merge(output, output_lse, *tensors[1:5], lse_layout, traced_target(target, stream))
+        torch.ops.mla.merge(
+            output, output_lse, *tensors[1:5], lse_layout=lse_layout, target=traced_target(target, stream)
+        )
         return
     run = find_run(*tensors, lse_layout, target)
     require_no_grad(output=output, prefix_output=prefix_output, suffix_output=suffix_output)

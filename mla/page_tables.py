@@ -76,7 +76,7 @@ def make_tables(
     if on_cpu and not torch.compiler.is_compiling():
         check_live_pages(page_table, page_indptr, lengths, page_size, num_pages)
     bound = table_bound if max_cache_length is None else max_cache_length
-    given = {table_name: page_table, "kv_page_indptr": page_indptr, name: lengths}
+    sources: dict[str, torch.Tensor | None] = {table_name: page_table, "kv_page_indptr": page_indptr, name: lengths}
     table = as_page_ids(page_table, table_name, device)
     indptr = None if page_indptr is None else as_index(page_indptr, "kv_page_indptr", None, device)
     canonical = as_index(lengths, name, None, device)
@@ -87,7 +87,7 @@ def make_tables(
         seq_lens is not None,
         bound if max_seq_length is None else max_seq_length,
         bound,
-        _what_was_copied(given, (table, indptr, canonical), device),
+        _what_was_copied(sources, (table, indptr, canonical), device),
     )
 
 

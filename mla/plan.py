@@ -388,9 +388,7 @@ def _check_buffer_token_size(buffer_token_size: int) -> None:
         raise ArgumentError(f"buffer_token_size must be from 1 to {INT32_MAX}, got {buffer_token_size}")
 
 
-def _host_lengths(
-    seq_lens_cpu: torch.Tensor | Sequence[int], batch_size: int, device: torch.device
-) -> torch.Tensor:
+def _host_lengths(seq_lens_cpu: torch.Tensor | Sequence[int], batch_size: int, device: torch.device) -> torch.Tensor:
     """Return the lengths as int64 [B] on the CPU, checked."""
     if torch.compiler.is_compiling():
         raise ArgumentError(
