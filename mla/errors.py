@@ -47,6 +47,10 @@ class CompileError(MlaError):
     """A kernel did not compile; carries the compiler's log, its options and the path of the kept source."""
 
 
+class MissingPackageError(MlaError, ImportError):
+    """An integration needs a package that is not installed; the message ends with the command that installs it."""
+
+
 class UnsupportedError(MlaError):
     """No implementation serves the problem on the target.
 
