@@ -89,6 +89,13 @@ def test_prefill(arch: str, case: Case, executor: Executor, seed: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gfx942"])
+def test_more_sequences_than_lanes(arch: str, executor: Executor, seed: int) -> None:
+    """Beyond 64 sequences a wave finds its tile by bisection."""
+    lengths = tuple((i % 5, 3 if i in (0, 63, 70) else 0) for i in range(71))
+    run(matrix.test_prefill, executor, implementation("prefill"), CPU, Case(lengths=lengths, heads=1), "rocm", seed)
+
+
+@pytest.mark.parametrize("arch", ["gfx942"])
 def test_a_sequence_does_not_depend_on_its_company(arch: str, executor: Executor, seed: int) -> None:
     """Bitwise the same rows, alone and behind another sequence, whichever tile and wave they fall into."""
     case = Case(lengths=((30, 150), (77, 45)), heads=1, spare_rows=(0, 0), strided=False, mask="sink_window")

@@ -14,8 +14,7 @@
 // after. Registers: Q (kQDepth / 4), O (kVDim / 2), scores (kBlockN / 2), the share of a tile. LDS: two stages, see prefill_tile.hpp.
 // Barriers: one a tile; it separates the reads of a stage from the writes two tiles later, and those writes from their reads.
 //
-// Order of work: heads innermost (neighbouring workgroups go to different XCDs, so a head's keys stay in one XCD's L2 when the heads are
-// a multiple of 8), query tiles of a sequence from the last, with a causal mask the longest.
+// Order of work: prefill_schedule.hpp.
 //
 // Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; rows at or past n_keys are never read.
 // A row's bits depend on its own sequence alone: the key tiles are fixed, masked and unmasked paths agree, and a tile hidden for a
@@ -25,9 +24,9 @@
 
 #include "cdna.hpp"
 #include "mask.hpp"
-#include "prefill_tile.hpp"
+#include "prefill_schedule.hpp"
 #include "prefill_softmax.hpp"
-#include "ragged.hpp"
+#include "prefill_tile.hpp"
 
 struct PrefillParams {
   HeadRows q;       // [T, H, kQDepth]
@@ -55,19 +54,14 @@ struct Item {
   Sequence s;
 };
 
-// Slot -> sequence and tile without a table: sequence b owns the slots from (rows of q before it) / kBlockM + b, which are never fewer
-// than its tiles. False for a slot that has no tile.
+// False for a workgroup without a tile.
 MLA_DEVICE bool find_item(const PrefillParams& p, Item& item) {
-  const int* rows = p.sequences.cu_seqlens_q;
-  const int slot = workgroup_z() * p.slots_y + workgroup_y(), base = rows[0];
-  const auto first_slot = [&](int b) { return (rows[b] - base) / kBlockM + b; };
-  if (slot >= first_slot(p.batch_size)) return false;
+  const Slot slot = find_slot(p.sequences, p.batch_size, workgroup_z() * p.slots_y + workgroup_y());
+  item.b = slot.sequence;
   item.h = workgroup_x();
-  item.b = sequence_of(first_slot, p.batch_size, slot);
   item.s = geometry_of(p.sequences, item.b);
-  const int tiles = ceil_div(item.s.new_, kBlockM), place = slot - first_slot(item.b);
-  item.first = (tiles - 1 - place) * kBlockM;
-  return place < tiles;
+  item.first = (ceil_div(item.s.new_, kBlockM) - 1 - slot.tile) * kBlockM;
+  return slot.tile >= 0;
 }
 
 MLA_DEVICE KeySource key_source(const PrefillParams& p, const Item& item) {
