@@ -46,11 +46,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set_title("attention alone, fixed shapes" if job == "prefill" else "whole job, real steps", fontsize=10)
         axes.grid(axis="y", alpha=0.3, zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(y=0.15)
+        axes.margins(x=0.02, y=0.15)
     panels[0][0].set_ylabel("TFLOP/s of attention, and share of the roof")
-    panels[0][0].legend(fontsize=8, frameon=False)
+    handles, words = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, words, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path)
 
 
 def _label(one: dict[str, Any]) -> str:
-    return f"{one['name']}\n{one['heads']} heads"
+    name = one["name"] if one["job"] == "prefill" else f"step {one['name']}"
+    return f"{name}\n{one['heads']} head{'s' * (one['heads'] > 1)}"

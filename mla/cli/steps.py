@@ -46,8 +46,7 @@ class Step:
     def flops(self) -> int:
         """Operations of attention in q_depth 192 and v_head_dim 128: 2 * (192 + 128) * heads * visible pairs."""
         pairs = sum(
-            n * c + n * (n + 1) // 2 if self.causal else n * (c + n)
-            for c, n in zip(self.cached, self.new, strict=True)
+            n * c + n * (n + 1) // 2 if self.causal else n * (c + n) for c, n in zip(self.cached, self.new, strict=True)
         )
         return 2 * (192 + 128) * self.heads * pairs
 
