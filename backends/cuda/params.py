@@ -115,19 +115,24 @@ def paged_rows(rows: torch.Tensor) -> PagedRows:
     return PagedRows(*row_fields(rows, rows.element_size()))
 
 
-def sequence_args(args: PrefillArgs) -> SequenceArgs:
-    """Describe the geometry of a prefill call."""
+def sequence_fields(args: PrefillArgs) -> tuple[int, ...]:
+    """Return the scalars of a `SequenceArgs`."""
     cache = args.cache
-    return SequenceArgs(
+    return (
         args.cu_seqlens_q.data_ptr(),
         args.cu_seqlens_k.data_ptr(),
-        pointer(args.cache_offsets),
-        None if cache is None else cache.lengths.data_ptr(),
-        pointer(args.start_positions),
-        pointer(args.kv_lengths),
+        pointer(args.cache_offsets) or 0,
+        0 if cache is None else cache.lengths.data_ptr(),
+        pointer(args.start_positions) or 0,
+        pointer(args.kv_lengths) or 0,
         cache is not None and cache.lengths_include_new,
         args.rope.shape[1] if args.rope_kind == "batched" and args.rope is not None else 0,
     )
+
+
+def sequence_args(args: PrefillArgs) -> SequenceArgs:
+    """Describe the geometry of a prefill call."""
+    return SequenceArgs(*sequence_fields(args))
 
 
 def mask_args(mask: Mask) -> MaskArgs:

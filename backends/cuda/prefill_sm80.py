@@ -6,14 +6,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mla import mask_code
 from mla.backends.cuda import params, runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, MaskArgs, PagedRows, PageTable, SequenceArgs
+from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs
 from mla.masks import CausalMask, NullMask
 from mla.problem import PrefillArgs, Problem
 
@@ -62,6 +62,12 @@ class Tile:
     def block_m(self) -> int:
         return self.warps * self.warp_rows
 
+    def halved(self) -> Tile:
+        """Return the tile of half as many queries; it gives the same bits, because keys are taken in the same steps."""
+        if self.warp_rows > 16:
+            return replace(self, warp_rows=self.warp_rows // 2)
+        return replace(self, warps=self.warps // 2)
+
     def shared_bytes(self, dims: tuple[int, int]) -> int:
         """Dynamic shared memory of a block; the device asserts the same sum."""
         q_depth, v_head_dim = dims
@@ -78,7 +84,7 @@ class Tile:
 
 #: By dims, the best first: two blocks that overlap each other's softmax and products where they fit.
 TILES = {
-    (192, 128): (Tile(4, 32, 64, 2), Tile(4, 32, 32, 2), Tile(8, 16, 32, 1)),
+    (192, 128): (Tile(4, 32, 64, 2), Tile(8, 32, 64, 1), Tile(4, 32, 32, 2), Tile(8, 16, 32, 1)),
     (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
 }
 #: The addresses of a bias need registers that the largest tile does not leave.
@@ -99,36 +105,44 @@ def tile_of(problem: Problem, arch: str) -> Tile | None:
     return None
 
 
-class PrefillParams(Structure):
-    """Parameter block of ``sm80/prefill.cu``."""
+class _Scalars(Structure):
+    """All of `PrefillParams` but the mask's arguments, which few calls have."""
 
     _fields_ = [
         ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("output", c_void_p),
-        ("lse", c_void_p),
-        ("sinks", c_void_p),
         ("q_stride_t", c_longlong),
         ("q_stride_h", c_longlong),
+        ("k", c_void_p),
         ("k_stride_t", c_longlong),
         ("k_stride_h", c_longlong),
+        ("v", c_void_p),
         ("v_stride_t", c_longlong),
         ("v_stride_h", c_longlong),
+        ("output", c_void_p),
         ("output_stride_t", c_longlong),
         ("output_stride_h", c_longlong),
+        ("lse", c_void_p),
         ("lse_stride_t", c_longlong),
         ("lse_stride_h", c_longlong),
+        ("sinks", c_void_p),
         ("sequences", SequenceArgs),
         ("page_table", PageTable),
         ("rope", PagedRows),
-        ("mask", MaskArgs),
         ("logit_scale", c_float),
         ("softcap_scale", c_float),
         ("softcap_logit", c_float),
         ("batch", c_int),
         ("heads", c_int),
     ]
+
+
+class PrefillParams(Structure):
+    """Parameter block of ``sm80/prefill.cu``."""
+
+    _fields_ = [*_Scalars._fields_, ("mask", mask_code.MaskArgs)]
+
+
+_pack = params.packer(_Scalars)
 
 
 @functools.lru_cache(maxsize=512)
@@ -204,9 +218,10 @@ class PrefillSm80:
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
-        """Return the kernel of one problem at a positive scale; none where no tile fits."""
-        tile = tile_of(problem, arch)
-        return () if tile is None else (prefill_spec(problem, tile, positive_scale=True),)
+        """Return the kernels of one problem at a positive scale, tall and short; none where no tile fits."""
+        tall = tile_of(problem, arch)
+        tiles = () if tall is None else (tall, tall.halved())
+        return tuple(prefill_spec(problem, tile, positive_scale=True) for tile in tiles)
 
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
@@ -215,50 +230,68 @@ class PrefillSm80:
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
-        """Compile and load for a positive scale, for another when a call has one; the result launches."""
-        tile = tile_of(problem, runtime.arch_of(device))
-        assert tile is not None, "dispatch asks check() first"
+        """Compile and load for a positive scale, for another when a call has one; the result launches.
+
+        Calls that would leave processors idle, and those of short sequences, take tiles of half the height.
+        """
+        tall = tile_of(problem, runtime.arch_of(device))
+        assert tall is not None, "dispatch asks check() first"
+        short = tall.halved()
+        blocks_at_once = runtime.properties(device).multi_processor_count * tall.resident
 
         @functools.cache
-        def kernel(positive_scale: bool) -> runtime.Kernel:
+        def kernel(tile: Tile, positive_scale: bool) -> runtime.Kernel:
             return runtime.load(prefill_spec(problem, tile, positive_scale=positive_scale), device)
 
-        kernel(True)
+        for tile in (tall, short):
+            kernel(tile, True)
 
         def run(args: PrefillArgs) -> None:
             rows, heads = args.q.shape[:2]
             batch = args.cu_seqlens_q.shape[0] - 1
-            if rows and batch:
-                slots = rows // tile.block_m + batch
-                kernel(args.softmax_scale > 0.0).launch(_params(args, batch, heads), slots * heads)
+            if rows == 0 or batch == 0:
+                return
+            few = (rows // tall.block_m + batch) * heads <= blocks_at_once
+            tile = short if few or args.max_seqlen_q <= short.block_m else tall
+            slots = rows // tile.block_m + batch
+            kernel(tile, args.softmax_scale > 0.0).launch(_params(args, batch, heads), slots * heads)
 
         return run
 
 
-def _params(args: PrefillArgs, batch: int, heads: int) -> PrefillParams:
+def _params(args: PrefillArgs, batch: int, heads: int) -> bytes:
+    """Make the parameter block; strides in elements, those of rope in bytes."""
     logit_scale = args.softmax_scale * math.log2(math.e)
-    tensors = (args.q, args.k, args.v, args.output)
-    return PrefillParams(
-        *(tensor.data_ptr() for tensor in tensors),
-        params.pointer(args.lse),
-        params.pointer(args.sinks),
-        *(stride for tensor in tensors for stride in tensor.stride()[:2]),
-        *((0, 0) if args.lse is None else args.lse.stride()),
-        params.sequence_args(args),
-        PageTable() if args.cache is None else params.page_table(args.cache),
-        _rope(args),
-        params.mask_args(args.mask),
+    cache, rope, mask = args.cache, args.rope, args.mask
+    if cache is not None:
+        table, rows = params.table_fields(cache), cache.rope
+    else:
+        assert rope is not None
+        table, rows = (0, 0, 0), rope if args.rope_kind == "batched" else rope[None]
+    scalars = _pack(
+        *_row_fields(args.q),
+        *_row_fields(args.k),
+        *_row_fields(args.v),
+        *_row_fields(args.output),
+        *((0, 0, 0) if args.lse is None else (args.lse.data_ptr(), *args.lse.stride())),
+        params.pointer(args.sinks) or 0,
+        *params.sequence_fields(args),
+        *table,
+        *params.row_fields(rows, rows.element_size()),
         logit_scale,
         2.0 * logit_scale / args.softcap if args.softcap else 0.0,
         args.softcap * math.log2(math.e),
         batch,
         heads,
     )
+    plain = not (mask.program.captures or mask.program.biases)
+    return scalars + (_PLAIN_MASK if plain else bytes(mask_code.c_args(mask, args.q.device)))
 
 
-def _rope(args: PrefillArgs) -> PagedRows:
-    """Describe the roped keys as pages: those of the cache, one a sequence (batched), a single one (ragged)."""
-    if args.cache is not None:
-        return params.paged_rows(args.cache.rope)
-    assert args.rope is not None
-    return params.paged_rows(args.rope if args.rope_kind == "batched" else args.rope[None])
+_PLAIN_MASK = bytes(mask_code.MaskArgs())
+
+
+def _row_fields(rows: torch.Tensor) -> tuple[int, int, int]:
+    """Return address and both outer strides of [T, H, width] rows, in elements."""
+    stride_t, stride_h, _ = rows.stride()
+    return rows.data_ptr(), stride_t, stride_h

@@ -28,17 +28,21 @@ MLA_DEVICE Bytes<8> ld_global_nc_no_allocate(const Bytes<8>* p) {
   return v;
 }
 // Narrower accesses touch a sector several times: these want L1.
-template <int BYTES> MLA_DEVICE Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) { return {__ldg(&p->word)}; }
+template <int BYTES> MLA_DEVICE Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) {
+  return {__ldg(&p->word)};
+}
 
 // ---- cp.async ---------------------------------------------------------------------------------------------------------------
 
 // Copy 16 bytes to shared memory past L1; `source_bytes` 0 writes zeros and reads nothing.
 MLA_DEVICE void cp_async_cg_16(uint32_t shared, const void* global, int source_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(source_bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(source_bytes)
+               : "memory");
 }
 // Copy 4 or 8 bytes through L1, `source_bytes` as above.
 template <int BYTES> MLA_DEVICE void cp_async_ca(uint32_t shared, const void* global, int source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(source_bytes) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(source_bytes)
+               : "memory");
 }
 MLA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> MLA_DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -46,7 +50,8 @@ template <int N> MLA_DEVICE void cp_async_wait_group() { asm volatile("cp.async.
 // ---- shared memory ------------------------------------------------------------------------------------------------------------
 
 MLA_DEVICE void st_shared(uint32_t shared, const Bytes<16>& v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.words[0]), "r"(v.words[1]),
+               "r"(v.words[2]), "r"(v.words[3])
                : "memory");
 }
 
@@ -68,12 +73,14 @@ MLA_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
 // D = A B + D for A [16 x 16], B [16 x 8], D [16 x 8] in fp32, spread over a warp.
 template <typename T> MLA_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <> MLA_DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <> MLA_DEVICE void mma_m16n8k16<fp16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -9,7 +9,7 @@ MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, f
   const float sink = p.sinks[item.head] * kLog2e, reference = fmaxf(logit, sink);
   if (reference > -infinity()) {
     factor = ex2_approx_ftz(logit - reference);
-    l = l * factor + ex2_approx_ftz(sink - reference);
+    l = __fmaf_rn(l, factor, ex2_approx_ftz(sink - reference));
     logit = reference;
   }
 #endif
@@ -24,12 +24,16 @@ MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, f
 // Two neighbouring elements, in one store where addresses allow it.
 template <typename T> MLA_DEVICE void store_pair(T* to, float x, float y) {
   const uint32_t pair = cvt_rn_x2<T>(x, y);
-  if constexpr (MLA_ALIGNMENT >= 4) *reinterpret_cast<uint32_t*>(to) = pair;
-  else to[0].bits = uint16_t(pair), to[1].bits = uint16_t(pair >> 16);
+  if constexpr (MLA_ALIGNMENT >= 4)
+    *reinterpret_cast<uint32_t*>(to) = pair;
+  else
+    to[0].bits = uint16_t(pair), to[1].bits = uint16_t(pair >> 16);
 }
 template <> MLA_DEVICE void store_pair<float>(float* to, float x, float y) {
-  if constexpr (MLA_ALIGNMENT >= 8) *reinterpret_cast<float2*>(to) = make_float2(x, y);
-  else to[0] = x, to[1] = y;
+  if constexpr (MLA_ALIGNMENT >= 8)
+    *reinterpret_cast<float2*>(to) = make_float2(x, y);
+  else
+    to[0] = x, to[1] = y;
 }
 
 MLA_DEVICE void finish_item(const PrefillParams& p, const Item& item, const Accumulator& o, const RowSums& sums) {
@@ -43,6 +47,7 @@ MLA_DEVICE void finish_item(const PrefillParams& p, const Item& item, const Accu
     if (row >= item.rows) continue;
     Output* to = p.output + (item.q_row + row) * p.output_stride_t + item.head * p.output_stride_h + first_column();
 #pragma unroll
-    for (int j = 0; j < kVDim / 8; j++) store_pair(to + 8 * j, o[r / 2][j][r % 2 * 2] * factor, o[r / 2][j][r % 2 * 2 + 1] * factor);
+    for (int j = 0; j < kVDim / 8; j++)
+      store_pair(to + 8 * j, o[r / 2][j][r % 2 * 2] * factor, o[r / 2][j][r % 2 * 2 + 1] * factor);
   }
 }

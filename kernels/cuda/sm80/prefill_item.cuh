@@ -2,8 +2,9 @@
 #pragma once
 #include "prefill_layout.cuh"
 
-// Blocks come in slots, one block a head. Sequence b has the slots from slot_begin(b) to slot_begin(b + 1): enough for its query tiles
-// wherever it begins, at most one too many, found without sums over the batch. The slots of the whole batch are at most T / kBlockM + B.
+// Blocks come in slots, one block a head. Sequence b has the slots from slot_begin(b) to slot_begin(b + 1): enough for
+// its query tiles wherever it begins, at most one too many, found without sums over the batch. The slots of the whole
+// batch are at most T / kBlockM + B.
 MLA_DEVICE int slot_begin(const int* cu_seqlens_q, int b) { return (cu_seqlens_q[b] - cu_seqlens_q[0]) / kBlockM + b; }
 
 // The last of `batch` sequences whose first slot is not past `slot`; called by one warp, a 32-ary search.
@@ -20,8 +21,8 @@ MLA_DEVICE int sequence_of_slot(const int* cu_seqlens_q, int batch, int slot) {
   return low;
 }
 
-// Heads whose tiles of one height are neighbours: blocks that run together share keys in L2, and a sequence's longest tiles (its last,
-// under a causal mask) start early.
+// Heads whose tiles of one height are neighbours: blocks that run together share keys in L2, and a sequence's longest
+// tiles (its last, under a causal mask) start early.
 constexpr int kHeadsTogether = 16;
 
 // Called by one warp.
@@ -53,12 +54,13 @@ MLA_DEVICE int class_of_tile(const PrefillParams& p, const Item& item, int tile,
   const int end = past < item.n_keys ? past : item.n_keys;
   if (rows <= 0 || first >= end) return kTileHidden;
   const int q = item.q_position + row;
-  const int type =
-      mask_tile_class(p.mask, item.sequence, item.head, q, q + rows - 1, item.k_position + first, item.k_position + end - 1);
+  const int type = mask_tile_class(p.mask, item.sequence, item.head, q, q + rows - 1, item.k_position + first,
+                                   item.k_position + end - 1);
   return type == kTileVisible && end < past ? kTilePartial : type;
 }
 
-// Tiles that some row of the item sees, from the last to the first; a warp classes 32 at a time, a lane each, and every warp finds the same.
+// Tiles that some row of the item sees, from the last to the first; a warp classes 32 at a time, a lane each, and every
+// warp finds the same.
 struct TileWalk {
   int group;         // of 32 tiles
   uint32_t pending;  // its tiles that are not yet taken
@@ -70,7 +72,8 @@ struct TileWalk {
     while (pending == 0) {
       if (group == 0) return -1;
       group--;
-      pending = __ballot_sync(~0u, class_of_tile(p, item, group * 32 + (threadIdx.x & 31), 0, item.rows) != kTileHidden);
+      pending =
+          __ballot_sync(~0u, class_of_tile(p, item, group * 32 + (threadIdx.x & 31), 0, item.rows) != kTileHidden);
     }
     const int top = 31 - __clz(pending);
     pending &= ~(1u << top);

@@ -1,19 +1,22 @@
-// Copies of rows from global to shared memory: asynchronous in pieces as wide as MLA_ALIGNMENT allows, direct where that is 2 bytes.
-// Rows that do not count become zeros without being read: what lies past the last key never meets a probability, not even a zero one.
+// Copies of rows from global to shared memory: asynchronous in pieces as wide as MLA_ALIGNMENT allows, direct where
+// that is 2 bytes. Rows that do not count become zeros without being read: what lies past the last key never meets a
+// probability, not even a zero one.
 #pragma once
 #include "prefill_layout.cuh"
 
-constexpr int kLanesPerRow = kSwizzleBytes / 16;             // threads that copy the chunks of one row's 128 bytes
+constexpr int kLanesPerRow = kSwizzleBytes / 16;  // threads that copy the chunks of one row's 128 bytes
 constexpr int kRowsPerPass = MLA_THREADS / kLanesPerRow;
 constexpr int kTilePasses = kBlockN / kRowsPerPass;
-static_assert(kRowsPerPass % 8 == 0 && kBlockN % kRowsPerPass == 0 && kBlockM % kRowsPerPass == 0, "a thread's chunk keeps its place");
+static_assert(kRowsPerPass % 8 == 0 && kBlockN % kRowsPerPass == 0 && kBlockM % kRowsPerPass == 0,
+              "a thread's chunk keeps its place");
 
 MLA_DEVICE void copy_chunk(uint32_t to, const uint8_t* from, bool counts) {
   if constexpr (MLA_ALIGNMENT >= 16) {
     cp_async_cg_16(to, from, counts ? 16 : 0);
   } else if constexpr (MLA_ALIGNMENT >= 4) {
 #pragma unroll
-    for (int i = 0; i < 16; i += MLA_ALIGNMENT) cp_async_ca<MLA_ALIGNMENT>(to + i, from + i, counts ? MLA_ALIGNMENT : 0);
+    for (int i = 0; i < 16; i += MLA_ALIGNMENT)
+      cp_async_ca<MLA_ALIGNMENT>(to + i, from + i, counts ? MLA_ALIGNMENT : 0);
   } else {
     Chunk<Element> chunk = {};
     if (counts) chunk = load_chunk_nc(reinterpret_cast<const Element*>(from));
@@ -47,17 +50,18 @@ MLA_DEVICE void copy_rows(uint32_t to, const Element* from, int64_t stride, int 
 }
 
 MLA_DEVICE void copy_q(const PrefillParams& p, const Item& item, uint32_t to) {
-  copy_rows<kBlockM, kQkRowBytes, kQkRowBytes>(to, p.q + item.q_row * p.q_stride_t + item.head * p.q_stride_h, p.q_stride_t, item.rows);
+  copy_rows<kBlockM, kQkRowBytes, kQkRowBytes>(to, p.q + item.q_row * p.q_stride_t + item.head * p.q_stride_h,
+                                               p.q_stride_t, item.rows);
 }
 MLA_DEVICE void copy_nope(const PrefillParams& p, const Item& item, int tile, uint32_t to) {
   const int first = tile * kBlockN;
-  copy_rows<kBlockN, kQkRowBytes, kRopeColumnBytes>(to, p.k + (item.k_row + first) * p.k_stride_t + item.head * p.k_stride_h, p.k_stride_t,
-                                                    item.n_keys - first);
+  copy_rows<kBlockN, kQkRowBytes, kRopeColumnBytes>(
+      to, p.k + (item.k_row + first) * p.k_stride_t + item.head * p.k_stride_h, p.k_stride_t, item.n_keys - first);
 }
 MLA_DEVICE void copy_v(const PrefillParams& p, const Item& item, int tile, uint32_t to) {
   const int first = tile * kBlockN;
-  copy_rows<kBlockN, kVRowBytes, kVRowBytes>(to, p.v + (item.k_row + first) * p.v_stride_t + item.head * p.v_stride_h, p.v_stride_t,
-                                             item.n_keys - first);
+  copy_rows<kBlockN, kVRowBytes, kVRowBytes>(to, p.v + (item.k_row + first) * p.v_stride_t + item.head * p.v_stride_h,
+                                             p.v_stride_t, item.n_keys - first);
 }
 
 // The roped keys of a tile in two steps, so that the look-up of pages does not hold up the copy.
@@ -73,7 +77,8 @@ struct RopeCopy {
       const int first = tile * kBlockN + CopyPart().row;
       const int* pages = page_row(p.page_table, item.sequence);
 #pragma unroll
-      for (int pass = 0; pass < kTilePasses; pass++) page[pass] = __ldg(&pages[token(item, first + pass * kRowsPerPass) / kPageSize]);
+      for (int pass = 0; pass < kTilePasses; pass++)
+        page[pass] = __ldg(&pages[token(item, first + pass * kRowsPerPass) / kPageSize]);
     }
   }
   MLA_DEVICE void copy(const PrefillParams& p, const Item& item, int tile, uint32_t to) const {

@@ -1,5 +1,5 @@
-// The two products of a warp by mma.sync. Addresses follow from the swizzle: chunk c of a row lies at c ^ (row % 8), and every row that a
-// lane addresses has the same row % 8, so a step along the columns is one exclusive or.
+// The two products of a warp by mma.sync. Addresses follow from the swizzle: chunk c of a row lies at c ^ (row % 8),
+// and every row that a lane addresses has the same row % 8, so a step along the columns is one exclusive or.
 #pragma once
 #include "prefill_softmax.cuh"
 
@@ -44,7 +44,7 @@ MLA_DEVICE void round_probabilities(Probabilities& probability, const Scores& s)
     for (int j = 0; j < kNTiles / 2; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const float(&x)[4] = s[i][2 * j + e / 2];
+        const float (&x)[4] = s[i][2 * j + e / 2];
         probability[i][j][e] = cvt_rn_x2<Element>(x[e % 2 * 2], x[e % 2 * 2 + 1]);
       }
 }

@@ -1,18 +1,17 @@
 // Scores to probabilities, online: a thread holds kRows rows of a score tile, columns 8j + 2 * (lane % 4) + e.
+// Where a product meets a sum the rounding is spelt out: tall and short tiles give the same bits.
 #pragma once
 #include "prefill_layout.cuh"
 
-// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost. Decided for each
-// row by itself, so that its bits do not depend on its neighbours.
+// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost.
+// Decided for each row by itself, so that its bits do not depend on its neighbours.
 constexpr float kGrowth = 8.0f;
 
 using Scores = float[kMTiles][kNTiles][4];
 using Accumulator = float[kMTiles][kVDim / 8][4];
 
 // m is the reference of the exponent, l this thread's share of the denominator.
-struct RowSums {
-  float m[kRows], l[kRows];
-};
+struct RowSums { float m[kRows], l[kRows]; };
 
 MLA_DEVICE float score_scale(const PrefillParams& p) { return kScaleScores ? 1.0f : p.logit_scale; }
 
@@ -40,12 +39,15 @@ MLA_DEVICE void scale_scores(Scores& s, const PrefillParams& p, const Item& item
         float& x = s[i][j][e];
 #if MLA_SOFTCAP
         // softcap * tanh(x / softcap) by tanh(y) = 1 - 2 / (1 + exp(2y)), whose absolute error stays near fp32's
-        x = p.softcap_logit - 2.0f * p.softcap_logit * rcp_approx_ftz(1.0f + ex2_approx_ftz(x * p.softcap_scale));
+        x = __fmaf_rn(-2.0f * p.softcap_logit, rcp_approx_ftz(1.0f + ex2_approx_ftz(x * p.softcap_scale)),
+                      p.softcap_logit);
 #else
-        x *= p.logit_scale;
+        x = __fmul_rn(x, p.logit_scale);
 #endif
 #if MLA_MASK_BIASES
-        x += kLog2e * mask_bias(p.mask, item.sequence, item.head, row + row_step(i, e), column + column_step(j, e));
+        const float bias =
+            mask_bias(p.mask, item.sequence, item.head, row + row_step(i, e), column + column_step(j, e));
+        x = __fmaf_rn(kLog2e, bias, x);
 #endif
       }
 }
@@ -53,7 +55,8 @@ MLA_DEVICE void scale_scores(Scores& s, const PrefillParams& p, const Item& item
 // Hides by select what the mask hides and what lies past the last key.
 MLA_DEVICE void mask_scores(Scores& s, const PrefillParams& p, const Item& item, int first) {
   const int key = first + first_column(), k_position = item.k_position + key;
-  // Positions relative to the first column, hidden from the compiler's algebra: `k <= q` then compares a constant with a register.
+  // Positions relative to the first column, hidden from the compiler's algebra: `k <= q` then compares a constant with
+  // a register.
   int ahead = item.q_position + first_row() - k_position;
   asm volatile("" : "+r"(ahead));
   const int limit = item.n_keys - key;
@@ -86,7 +89,7 @@ MLA_DEVICE void softmax(Scores& s, RowSums& sums, Accumulator& o, float scale) {
     const bool grown = (most - sums.m[r]) * scale > kGrowth;  // from -inf: true; -inf from -inf: NaN, false
     alpha[r] = grown ? ex2_approx_ftz((sums.m[r] - most) * scale) : 1.0f;
     sums.m[r] = grown ? most : sums.m[r];
-    sums.l[r] *= alpha[r];
+    sums.l[r] = __fmul_rn(sums.l[r], alpha[r]);
     moved |= grown;
   }
   if (__any_sync(~0u, moved)) {
@@ -109,6 +112,6 @@ MLA_DEVICE void softmax(Scores& s, RowSums& sums, Accumulator& o, float scale) {
       a += x;
       b += y;
     }
-    sums.l[r] += a + b;
+    sums.l[r] = __fadd_rn(sums.l[r], a + b);
   }
 }
