@@ -194,11 +194,11 @@ def _show(console: Console, report: dict[str, Any], found: list[Measurement]) ->
             highlight=False,
             soft_wrap=True,
         )
-    table = Table("target", "job", "name")
-    for column in ("heads", "ms (20 to 80 %)", "TFLOP/s", "of roof"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table()
+    for column in ("target", "job", "name", "heads", "ms (20-80 %)", "TFLOP/s", "of roof"):
+        table.add_column(column, justify="left" if column in ("target", "job", "name") else "right", no_wrap=True)
     for one in found:
-        ms = f"{one.ms:.4g} ({one.ms_20:.4g} to {one.ms_80:.4g})"
+        ms = f"{one.ms:.4g} ({one.ms_20:.3g}-{one.ms_80:.3g})"
         table.add_row(one.target, one.job, one.name, str(one.heads), ms, f"{one.tflops:.3g}", f"{one.roof:.0%}")
     console.print(table)
     for line in report["refused"]:
