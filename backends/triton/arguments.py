@@ -17,58 +17,58 @@ CAPTURES, BIASES = 4, 2
 def values_of(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
     """Return every run-time value of a call but ``order``; another stands in for an absent index tensor."""
     output, q, k, v, lse = args.output, args.q, args.k, args.v, args.lse
-    q_rope, scale = args.q_rope, args.softmax_scale
+    q_rope, scale, cache = args.q_rope, args.softmax_scale, args.cache
     if scale < 0:  # kernels take the maximum before they scale
         q, q_rope, scale = -q, None if q_rope is None else -q_rope, -scale
-    index = args.cu_seqlens_q
-    values: dict[str, Any] = {
-        "output": output, "stride_output_t": output.stride(0), "stride_output_h": output.stride(1),
-        "q": q, "stride_q_t": q.stride(0), "stride_q_h": q.stride(1),
-        "k": k, "stride_k_t": k.stride(0), "stride_k_h": k.stride(1),
-        "v": v, "stride_v_t": v.stride(0), "stride_v_h": v.stride(1),
-        "lse": lse, "stride_lse_t": None, "stride_lse_h": None,
-        "q_rope": q_rope, "stride_q_rope_t": None, "stride_q_rope_h": None,
-        "cu_seqlens_q": index, "cu_seqlens_k": args.cu_seqlens_k,
-        "cache_offsets": index if args.cache_offsets is None else args.cache_offsets,
-        "start_positions": index if args.start_positions is None else args.start_positions,
-        "kv_lengths": index if args.kv_lengths is None else args.kv_lengths,
-        "sinks": args.sinks, "scale": scale, "softcap": args.softcap,
-        "batch_size": index.shape[0] - 1, "num_heads": q.shape[1], "rope_length": 0,
-    }  # fmt: skip
-    if lse is not None:
-        values["stride_lse_t"], values["stride_lse_h"] = lse.stride()
-    if q_rope is not None:
-        values["stride_q_rope_t"], values["stride_q_rope_h"] = q_rope.stride(0), q_rope.stride(1)
-    flags = HAS_CACHE_OFFSETS * (args.cache_offsets is not None)
-    flags += HAS_START_POSITIONS * (args.start_positions is not None) + HAS_KV_LENGTHS * (args.kv_lengths is not None)
+    index, offsets, starts, lengths = args.cu_seqlens_q, args.cache_offsets, args.start_positions, args.kv_lengths
+    output_t, output_h, _ = output.stride()
+    q_t, q_h, _ = q.stride()
+    k_t, k_h, _ = k.stride()
+    v_t, v_h, _ = v.stride()
+    lse_t, lse_h = (0, 0) if lse is None else lse.stride()
+    q_rope_t, q_rope_h = (0, 0) if q_rope is None else q_rope.stride()[:2]
+    flags = 0 if offsets is None else HAS_CACHE_OFFSETS
+    if starts is not None:
+        flags |= HAS_START_POSITIONS
+    if lengths is not None:
+        flags |= HAS_KV_LENGTHS
 
-    cache, rope = args.cache, args.rope
     if cache is not None:
-        rope, table = cache.rope, cache.page_table
-        flags += LENGTHS_INCLUDE_NEW * cache.lengths_include_new
-        values |= {
-            "page_table": table, "page_indptr": cache.page_indptr, "lengths": cache.lengths,
-            "stride_table": None if cache.page_indptr is not None else table.stride(0), "stride_rope_page":
-            rope.stride(0),
-        }  # fmt: skip
+        rope, table, indptr, cached = cache.rope, cache.page_table, cache.page_indptr, cache.lengths
+        rope_page, rope_t, _ = rope.stride()
+        table_row, rope_length = table.stride(0), 0
+        if cache.lengths_include_new:
+            flags |= LENGTHS_INCLUDE_NEW
     else:
-        assert rope is not None
-        batched = problem.rope == "batched"
-        values |= {"page_table": None, "page_indptr": None, "lengths": index, "stride_table": None}
-        values |= {"stride_rope_page": rope.stride(0) if batched else 0, "rope_length": rope.shape[1] if batched else 0}
-    values |= {"rope": rope, "stride_rope_t": rope.stride(-2), "flags": flags}
+        assert args.rope is not None
+        rope, table, indptr, cached = args.rope, None, None, index
+        rope_t, table_row = rope.stride(-2), 0
+        rope_page, rope_length = (rope.stride(0), rope.shape[1]) if problem.rope == "batched" else (0, 0)
 
-    captures = args.mask.captures_on(q.device)
-    for slot in range(CAPTURES):
-        values[f"c{slot}"] = captures[slot] if slot < len(captures) else None
+    values: dict[str, Any] = {
+        "output": output, "stride_output_t": output_t, "stride_output_h": output_h,
+        "lse": lse, "stride_lse_t": lse_t, "stride_lse_h": lse_h,
+        "q": q, "stride_q_t": q_t, "stride_q_h": q_h,
+        "q_rope": q_rope, "stride_q_rope_t": q_rope_t, "stride_q_rope_h": q_rope_h,
+        "k": k, "stride_k_t": k_t, "stride_k_h": k_h,
+        "v": v, "stride_v_t": v_t, "stride_v_h": v_h,
+        "rope": rope, "stride_rope_page": rope_page, "stride_rope_t": rope_t, "rope_length": rope_length,
+        "page_table": table, "stride_table": table_row, "page_indptr": indptr, "lengths": cached,
+        "cu_seqlens_q": index, "cu_seqlens_k": args.cu_seqlens_k,
+        "cache_offsets": index if offsets is None else offsets,
+        "start_positions": index if starts is None else starts,
+        "kv_lengths": index if lengths is None else lengths,
+        "sinks": args.sinks, "scale": scale, "softcap": args.softcap, "flags": flags,
+        "batch_size": index.shape[0] - 1, "num_heads": q.shape[1],
+        "c0": None, "c1": None, "c2": None, "c3": None,
+    }  # fmt: skip
+    for slot, capture in enumerate(args.mask.captures_on(q.device)):
+        values[f"c{slot}"] = capture
     for slot, bias in enumerate(args.mask.biases):
         head = 0 if bias.shape[1] == 1 else bias.stride(1)
         values |= {f"bias{slot}": bias, f"stride_bias{slot}_b": bias.stride(0), f"stride_bias{slot}_h": head}
-        values |= {
-            f"stride_bias{slot}_q": bias.stride(2),
-            f"rows_bias{slot}": bias.shape[2],
-            f"cols_bias{slot}": bias.shape[3],
-        }
+        values |= {f"stride_bias{slot}_q": bias.stride(2)}
+        values |= {f"rows_bias{slot}": bias.shape[2], f"cols_bias{slot}": bias.shape[3]}
     return values
 
 

@@ -50,7 +50,10 @@ _SMALL = {
 _SMALL_AMD = (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1))
 _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_8*": {192: (Tile(128, 64, 8, 2), *_SMALL[192]), 256: _SMALL[256]},
-    "sm_9*": {192: (Tile(128, 64, 8, 5), Tile(128, 64, 8, 2), *_SMALL[192]), 256: (Tile(128, 32, 8, 5), *_SMALL[256])},
+    "sm_9*": {
+        192: (Tile(128, 64, 8, 5), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), *_SMALL[192]),
+        256: (Tile(128, 32, 8, 5), Tile(128, 32, 8, 3), *_SMALL[256]),
+    },
     "sm_10*": {192: (Tile(128, 64, 8, 2), *_SMALL[192]), 256: (Tile(128, 64, 8, 2), *_SMALL[256])},
     "sm_12*": {192: (Tile(128, 64, 8, 2), *_SMALL[192]), 256: _SMALL[256]},
     "gfx950": {192: (Tile(128, 64, 4, 2), *_SMALL_AMD), 256: (Tile(64, 32, 4, 2), *_SMALL_AMD)},
@@ -85,8 +88,9 @@ def tiles(arch: str, problem: Problem) -> tuple[Tile, ...]:
 def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
     """Return a bound of the shared memory that `prefill` takes with a tile.
 
-    Keys, rope, values and biases of every stage in flight; from sm_90 on the query tile too, elsewhere room for changes
-    of layout. AMD keeps one stage of several in registers; NVIDIA one of three or more for the page ids.
+    Keys, rope, values and biases of every stage in flight; from sm_90 on, and in float32, the query tile too; elsewhere
+    room for changes of layout. AMD keeps one stage of several in registers; behind page ids NVIDIA has half of three
+    or more stages.
     """
     q_depth, v_head_dim = problem.dims
     itemsize = ITEMSIZE[problem.dtypes]
@@ -94,10 +98,12 @@ def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
     stage = tile.block_n * ((q_depth + v_head_dim) * itemsize + tile.block_m * biases)
     if arch.startswith("gfx"):
         return max(tile.num_stages - 1, 1) * stage + 16 * KIB
-    stages = (tile.num_stages + 1) // 2 if tile.num_stages > 2 else tile.num_stages
+    paged = problem.rope == "paged" and tile.num_stages > 2
+    stages = (tile.num_stages + 1) // 2 if paged else tile.num_stages
+    query = tile.block_m * q_depth * itemsize
     if arch.startswith(("sm_9", "sm_10")):
-        return tile.block_m * q_depth * itemsize + stages * stage + 2 * KIB
-    return stages * stage + 16 * KIB
+        return query + stages * stage + 2 * KIB
+    return (query if problem.dtypes == "fp32" else 0) + stages * stage + 16 * KIB
 
 
 def choose(arch: str, problem: Problem, limit: int) -> Tile | None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes, search_steps
-from mla.backends.triton.runtime import arch_of, load
 from mla.problem import KV_LORA_RANK, GatherArgs, Problem
 
 #: Rows of one program.
@@ -52,8 +52,8 @@ class Gather(Entry):
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[GatherArgs], None]:
         """Compile; return the callable that only launches."""
-        (spec,) = Gather.specs(problem, arch_of(device))
-        kernel = load(spec, device)
+        (spec,) = Gather.specs(problem, runtime.arch_of(device))
+        kernel = runtime.load(spec, device)
         scaled = problem.granularity > 0
 
         def run(args: GatherArgs) -> None:
@@ -65,10 +65,10 @@ class Gather(Entry):
                 return
             values = {
                 "output": output, "stride_output": output.stride(0),
-                "latent": as_bytes(latent) if scaled else latent, "stride_page": latent.stride(0), "stride_token":
-                latent.stride(1), "scales": scales, "stride_scales_page": None, "stride_scales_token": None,
-                "page_table": table, "page_indptr": cache.page_indptr, "stride_table": None if problem.csr else
-                table.stride(0), "buffer_row_offsets": args.buffer_row_offsets, "cache_offsets": args.cache_offsets,
+                "latent": as_bytes(latent) if scaled else latent,
+                "stride_page": latent.stride(0), "stride_token": latent.stride(1), "scales": scales,
+                "page_table": table, "stride_table": table.stride(0), "page_indptr": cache.page_indptr,
+                "buffer_row_offsets": args.buffer_row_offsets, "cache_offsets": args.cache_offsets,
                 "buffer_length": length if on_device else args.cache_offsets, "length_on_device": int(on_device),
                 "batch_size": cache.batch_size, "steps": search_steps(cache.batch_size), "rows_max": rows,
             }  # fmt: skip

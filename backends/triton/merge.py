@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry
-from mla.backends.triton.runtime import arch_of, load
 from mla.problem import MergeArgs, Problem
 
 #: (row, head) pairs of one program.
@@ -44,8 +44,8 @@ class Merge(Entry):
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[MergeArgs], None]:
         """Compile; return the callable that only launches."""
-        (spec,) = Merge.specs(problem, arch_of(device))
-        kernel = load(spec, device)
+        (spec,) = Merge.specs(problem, runtime.arch_of(device))
+        kernel = runtime.load(spec, device)
 
         def run(args: MergeArgs) -> None:
             output = args.output

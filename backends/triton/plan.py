@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mla.backends.triton import runtime
 from mla.backends.triton.compiler import KernelSpec
 from mla.backends.triton.entry import Entry
-from mla.backends.triton.runtime import arch_of, load
 from mla.problem import PlanArgs, Problem
 
 #: Sequences that one block of the plan scans at a time, and the most segments that a batch is cut into.
@@ -41,8 +41,8 @@ class Plan(Entry):
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], None]:
         """Compile; return the callable that only launches."""
-        (spec,) = Plan.specs(problem, arch_of(device))
-        kernel = load(spec, device)
+        (spec,) = Plan.specs(problem, runtime.arch_of(device))
+        kernel = runtime.load(spec, device)
 
         def run(args: PlanArgs) -> None:
             cache, rows, offsets, used = args.cache, args.buffer_row_offsets, args.cache_offsets, args.buffer_lengths

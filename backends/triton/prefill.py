@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mla.backends.triton import configs
+from mla.backends.triton import configs, runtime
 from mla.backends.triton.arguments import BIASES, CAPTURES, order_batch, query_tiles, values_of
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.configs import Tile
 from mla.backends.triton.entry import Entry
-from mla.backends.triton.runtime import TensorMap, arch_of, load, shared_bytes
+from mla.backends.triton.runtime import TensorMap
 from mla.errors import ShapeError, UnsupportedError
 from mla.masks import CausalMask, NullMask
 from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
@@ -165,14 +165,14 @@ class Prefill(Entry):
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
         """Compile; return the callable that only launches."""
-        arch, limit = arch_of(device), shared_bytes(device)
+        arch, limit = runtime.arch_of(device), runtime.shared_bytes(device)
         tile = configs.choose(arch, problem, limit)
         if tile is None:
             raise UnsupportedError(
                 f"no tile for {arch} fits into the {limit} bytes of shared memory that {device} reports"
             )
-        schedule = load(schedule_spec(problem, tile.block_m), device)
-        attention = load(attention_spec(problem, arch, tile), device)
+        schedule = runtime.load(schedule_spec(problem, tile.block_m), device)
+        attention = runtime.load(attention_spec(problem, arch, tile), device)
         block_m, rows = tile.block_m, max(tile.block_m, tile.block_n)
 
         def run(args: PrefillArgs) -> None:
@@ -218,7 +218,9 @@ class PrefillHopper(Prefill):
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
         """Compile; return the callable that only launches."""
-        schedule, attention = (load(spec, device) for spec in PrefillHopper.specs(problem, arch_of(device)))
+        schedule, attention = (
+            runtime.load(spec, device) for spec in PrefillHopper.specs(problem, runtime.arch_of(device))
+        )
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
         def run(args: PrefillArgs) -> None:
@@ -257,7 +259,8 @@ def _has_work(args: PrefillArgs) -> bool:
 
 def _check_strides(values: dict[str, Any], rows: int) -> None:
     """Refuse what the kernels' 32-bit offsets inside a tile cannot reach."""
-    for name in ("stride_output_t", "stride_q_t", "stride_k_t", "stride_v_t", "stride_rope_t"):
-        if values[name] * rows >= 1 << 31:
-            tensor = name.removeprefix("stride_").removesuffix("_t")
-            raise ShapeError(f"{tensor}: a row stride of {values[name]} elements is too wide for this kernel")
+    names = ("stride_output_t", "stride_q_t", "stride_k_t", "stride_v_t", "stride_rope_t")
+    if max(map(values.__getitem__, names)) * rows >= 1 << 31:
+        name = max(names, key=values.__getitem__)
+        tensor = name.removeprefix("stride_").removesuffix("_t")
+        raise ShapeError(f"{tensor}: a row stride of {values[name]} elements is too wide for this kernel")

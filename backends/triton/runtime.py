@@ -18,7 +18,7 @@ from mla.backends.triton.compiler import KernelSpec
 from mla.target import Availability, device_arch, install_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 #: ``sm_90a``, ``gfx942``, ``cpu``.
 arch_of = device_arch
@@ -78,18 +78,18 @@ class Kernel:
         self.spec = spec
         self.device_index = device.index
         function, fixed = compiler.function(spec), compiler.constants(spec)
-        self._taken = tuple((name, kind is not None) for name, kind in spec.types)
-        self._interpreted: Callable[[list[Any], tuple[int, int]], None] | None = None
-        names = function.arg_names[len(spec.types) :]
-        assert [name for name, _ in spec.types] == function.arg_names[: len(spec.types)], f"parameters of {spec.name}"
-        if device.type == "cpu":
-            self._interpreted = functools.partial(_interpret, function, {name: fixed[name] for name in names})
-            return
-        self._tail = tuple(fixed.get(name) for name in names)
-        self.compiled = compiler.build(spec, arch_of(device))
-        with torch.cuda.device(device):
-            self._run = self.compiled.run  # loads the binary for the current device
-        self._fixed = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
+        names = function.arg_names
+        assert [name for name, _ in spec.types] == names[: len(spec.types)], f"parameters of {spec.name}"
+        # The argument list of a call: compile-time parameters have places too, which nobody reads.
+        self._pointers = [(i, name) for i, (name, kind) in enumerate(spec.types) if kind and kind.startswith("*")]
+        self._numbers = [(i, name) for i, (name, kind) in enumerate(spec.types) if kind and not kind.startswith("*")]
+        self._arguments: list[Any] = [fixed.get(name) for name in names]
+        self._interpreted = function if device.type == "cpu" else None
+        if self._interpreted is None:
+            self.compiled = compiler.build(spec, arch_of(device))
+            with torch.cuda.device(device):
+                self._run = self.compiled.run  # loads the binary for the current device
+            self._fixed = (self.compiled.function, self.compiled.packed_metadata, None, None, None)
 
     def launch(self, values: Mapping[str, Any], grid_x: int, grid_y: int = 1) -> None:
         """Put the kernel on torch's current stream of its device, which has to be the current device.
@@ -97,27 +97,26 @@ class Kernel:
         Parameters
         ----------
         values : mapping
-            A value for each name of ``spec.types``: a tensor for a pointer, a `TensorMap`, a number; None where the
-            kernel does not look at it. Further names are ignored.
+            A value for each name of ``spec.types`` that has a type: a tensor for a pointer (None where the kernel does
+            not look at it), a `TensorMap`, a number. Further names are ignored.
         grid_x, grid_y : int
             Programs; an empty grid launches nothing.
         """
         if not (grid_x and grid_y):
             return
-        arguments = [values[name] if taken else None for name, taken in self._taken]
+        arguments = self._arguments.copy()
+        for place, name in self._numbers:
+            arguments[place] = values[name]
         if self._interpreted is not None:
-            self._interpreted(arguments, (grid_x, grid_y))
+            for place, name in self._pointers:
+                arguments[place] = values[name]
+            self._interpreted[grid_x, grid_y](*arguments)
             return
+        for place, name in self._pointers:
+            tensor = values[name]
+            arguments[place] = 0 if tensor is None else tensor.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        raw = [
-            x.data_ptr() if isinstance(x, torch.Tensor) else 0 if x is None and taken else x
-            for x, (_, taken) in zip(arguments, self._taken, strict=True)
-        ]
-        self._run(grid_x, grid_y, 1, stream, *self._fixed, *raw, *self._tail)
-
-
-def _interpret(function: Any, constants: dict[str, Any], arguments: list[Any], grid: tuple[int, int]) -> None:
-    function[grid](*arguments, **constants)
+        self._run(grid_x, grid_y, 1, stream, *self._fixed, *arguments)
 
 
 def load(spec: KernelSpec, device: torch.device) -> Kernel:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes, search_steps
-from mla.backends.triton.runtime import arch_of, load
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Problem, StoreArgs
 
 #: Rows of one program.
@@ -57,8 +57,8 @@ class Store(Entry):
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[StoreArgs], None]:
         """Compile; return the callable that only launches."""
-        (spec,) = Store.specs(problem, arch_of(device))
-        kernel = load(spec, device)
+        (spec,) = Store.specs(problem, runtime.arch_of(device))
+        kernel = runtime.load(spec, device)
         scaled, rope_scaled = problem.granularity > 0, problem.granularity > 0 and "+" not in problem.out_dtype
 
         def run(args: StoreArgs) -> None:
@@ -70,12 +70,12 @@ class Store(Entry):
                 "latent": as_bytes(latent) if scaled else latent,
                 "stride_latent_page": latent.stride(0), "stride_latent_token": latent.stride(1),
                 "rope": as_bytes(rope) if rope_scaled else rope,
-                "stride_rope_page": rope.stride(0), "stride_rope_token": rope.stride(1),
-                "scales": scales, "stride_scales_page": None, "stride_scales_token": None,
-                "source_latent": x, "stride_source_latent": x.stride(0), "source_rope": r, "stride_source_rope":
-                r.stride(0), "page_table": table, "page_indptr": cache.page_indptr, "stride_table": None if
-                problem.csr else table.stride(0), "lengths": cache.lengths, "lengths_include_new":
-                int(cache.lengths_include_new), "input_row_offsets": args.input_row_offsets,
+                "stride_rope_page": rope.stride(0), "stride_rope_token": rope.stride(1), "scales": scales,
+                "source_latent": x, "stride_source_latent": x.stride(0),
+                "source_rope": r, "stride_source_rope": r.stride(0),
+                "page_table": table, "stride_table": table.stride(0), "page_indptr": cache.page_indptr,
+                "lengths": cache.lengths, "lengths_include_new": int(cache.lengths_include_new),
+                "input_row_offsets": args.input_row_offsets,
                 "batch_size": cache.batch_size, "steps": search_steps(cache.batch_size),
             }  # fmt: skip
             if scales is not None:

@@ -283,6 +283,19 @@ def _step(function: Function, reads: list[Read], put: Callable[[Wave, Any], None
     return lambda w: put(w, function(a(w), b(w), c(w)))
 
 
+def _saturated(ins: Instruction, kind: str, function: Function) -> Function:
+    """An integer sum or difference that stays at the limits of its type."""
+    if not ins.name.startswith(("v_add_u32", "v_sub_u32", "v_add_i32", "v_sub_i32")):
+        raise NotImplementedError(f"integer clamp: {ins.text}")
+    limits = np.iinfo(DTYPE[kind])
+
+    def saturated(*operands: Any) -> Any:
+        exact = function(*(np.asarray(x).astype(np.int64) for x in operands))
+        return np.clip(exact, limits.min, limits.max).astype(DTYPE[kind])
+
+    return saturated
+
+
 def _adjusted(ins: Instruction, kind: str, function: Function) -> Function:
     """The function with output scaling and clamp."""
     factor = next((f for (key, n), f in _OUTPUT_SCALE.items() if ins.modifiers.get(key) == n), None)
@@ -291,7 +304,7 @@ def _adjusted(ins: Instruction, kind: str, function: Function) -> Function:
         function = lambda *x: unscaled(*x) * scale  # noqa: E731
     if "clamp" in ins.modifiers:
         if not kind.startswith("f"):
-            raise NotImplementedError(f"integer clamp: {ins.text}")
+            return _saturated(ins, kind, function)
         free, low, high = function, DTYPE[kind](0), DTYPE[kind](1)
         function = lambda *x: np.fmin(np.fmax(free(*x), low), high)  # noqa: E731
     return function
