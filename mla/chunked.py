@@ -215,12 +215,7 @@ def run_job(
     offsets = as_index(offsets_given, "input_row_offsets", cache.batch_size + 1, device)
     call.valid_length = call.cache_row_offsets = offsets
     if plan is None:
-        row_offsets_cpu = offsets_given if offsets_given.device.type == "cpu" else None
-        if max_chunks is None and seq_lens_cpu is None:
-            seq_lens_cpu, row_offsets_cpu = _fetch_lengths(cache, offsets)
-        plan = make_plan(
-            offsets, cache, extents.rows, max_chunks, seq_lens_cpu, call.target, row_offsets_cpu=row_offsets_cpu
-        )
+        plan = plan_job(cache, offsets_given, extents.rows, max_chunks, seq_lens_cpu, call.target)
     elif plan.total_rows is not None and is_capturing(device):
         raise ArgumentError(
             "plan has lengths that the host knows, and a graph is being captured: a replay would not see new ones. "
@@ -233,6 +228,24 @@ def run_job(
     _attend_all(call, plan, weight, extents, workspace, keep_rows)
     if plan.total_rows is None and plan.max_chunks * plan.buffer_token_size < _most_rows(cache):
         _spoil_cut_sequences(call, plan)
+
+
+def plan_job(
+    cache: PagedKVCache,
+    input_row_offsets: torch.Tensor,
+    buffer_token_size: int,
+    max_chunks: int | None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None,
+    target: str | Target,
+) -> PrefillPlan:
+    """Make the plan of a job; where nothing says how many chunks there are, lengths are fetched: that synchronises."""
+    offsets = as_index(input_row_offsets, "input_row_offsets", cache.batch_size + 1, cache.device)
+    row_offsets_cpu = input_row_offsets if input_row_offsets.device.type == "cpu" else None
+    if max_chunks is None and seq_lens_cpu is None:
+        seq_lens_cpu, row_offsets_cpu = _fetch_lengths(cache, offsets)
+    return make_plan(
+        offsets, cache, buffer_token_size, max_chunks, seq_lens_cpu, target, row_offsets_cpu=row_offsets_cpu
+    )
 
 
 def find_extents(

@@ -193,7 +193,8 @@ class PagedKVCache:
         check_offsets(offsets, "input_row_offsets")
         lengths = self.lengths.to("cpu")
         total = lengths if self.lengths_include_new else lengths + offsets.diff()
-        check_non_negative(total if not self.lengths_include_new else total - offsets.diff(), "cache_lengths")
+        # seq_lens may be less than the new tokens: of a sequence spread over ranks only some keys are here.
+        check_non_negative(lengths, "seq_lens" if self.lengths_include_new else "cache_lengths")
         indptr = None if self.page_indptr is None else self.page_indptr.to("cpu")
         check_live_pages(self.page_table.to("cpu"), indptr, total, self.page_size, self.num_pages)
 

@@ -106,10 +106,15 @@ class MaskProgram:
         """A name for files and logs, the same in every process and for every mask of the same code."""
         return hashlib.sha256(repr((_listing(self.expression), self.captures, self.biases)).encode()).hexdigest()[:16]
 
+    @property
+    def text(self) -> str:
+        """The program in one line, complete: the same in every process; `from_text` reads it."""
+        return _text_of(self)
+
     @staticmethod
     @functools.lru_cache(maxsize=512)
     def from_text(text: str) -> MaskProgram:
-        """Return the program that `Mask.text` stands for; equal to the one it was written from."""
+        """Return the program that `text` stands for; equal to the one it was written from."""
         try:
             name, listing, captures, biases = json.loads(text)
             nodes: list[Node] = []
@@ -148,7 +153,7 @@ class Mask:
     biases : tuple of torch.Tensor
         [B, 1 or H, Sq, Sk] each, added to the scaled score.
     text : str
-        The program in one line, complete: the same in every process; `MaskProgram.from_text` reads it.
+        `MaskProgram.text`.
     """
 
     def __init__(self, function: MaskFunction) -> None:
@@ -185,7 +190,7 @@ class Mask:
             captures=tuple(capture.index for capture in self._captures),
             biases=tuple(_BIAS_DTYPES[bias.dtype] for bias in biases),
         )
-        self.text = _text_of(self.program)
+        self.text = self.program.text
 
     @staticmethod
     def from_text(text: str, captures: Sequence[torch.Tensor] = (), biases: Sequence[torch.Tensor] = ()) -> Mask:

@@ -1,0 +1,251 @@
+"""Each rank its own keys: heads go round, partial results come back.
+
+A rank holds some keys of every sequence, and queries and kv_b_proj of its own heads. In step s it attends, over its
+keys, for the heads of the rank s places on, whose queries arrived while it worked on the step before; the result goes
+home while it works on the next. Own heads are done in two halves, one while the first queries travel and one while the
+last result does, so that no transfer is without work beside it::
+
+    compute    own, first half | heads of r+1       | heads of r+2       | ...  | own, second half |
+    queries    r+1 ----------->| r+2 -------------->| r+3 ...                   |
+    results                                         | r+1 -------------->| ...  | last ---------->| merge
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from mla._check import (
+    as_index,
+    check_offsets,
+    require_device,
+    require_dtype,
+    require_no_grad,
+    require_shape,
+    require_tensor,
+)
+from mla._launch import Stream, stream_scope
+from mla._prefill_call import Call
+from mla.chunked import Extents, find_extents, plan_job, run_job
+from mla.distributed.exchange import Group, as_process_group, exchange
+from mla.distributed.key_shards import InterleavedKeys, KeyShard
+from mla.distributed.local_mask import local_mask
+from mla.errors import ArgumentError, DTypeError
+from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
+from mla.masks import Mask, as_mask
+from mla.merge import merge_attn_states
+from mla.plan import PrefillPlan
+from mla.target import Target
+
+
+def context_parallel_prefill(
+    q: torch.Tensor,
+    kv_collection: PagedKVCacheCollection,
+    layer_idx: int,
+    weight: torch.Tensor,
+    input_row_offsets: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    *,
+    keys: KeyShard,
+    start_positions: torch.Tensor,
+    group: Group | None = None,
+    buffer_token_size: int = 16384,
+    plan: PrefillPlan | None = None,
+    max_chunks: int | None = None,
+    seq_lens_cpu: torch.Tensor | Sequence[int] | None = None,
+    output: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_layout: str = "TH",
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    target: str | Target = "gpu",
+    stream: Stream | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend with this rank's heads to all keys, of which each rank of the group holds some.
+
+    Equal to `mla.chunked_prefill` on one device within tolerance. All ranks of the group call this with the same rows
+    of the same batch, each with its own heads, as tensor parallelism leaves them; T, H / world and dtypes are the same
+    on all.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        [T, H / world, dn + 64]: heads [rank * H / world, (rank + 1) * H / world) of the model.
+    kv_collection : PagedKVCacheCollection
+        Pages and page table of this rank's own tokens, made with ``seq_lens=keys.lengths(cached + new)``. A sequence
+        may have none here.
+    weight : torch.Tensor
+        The rows of kv_b_proj that belong to this rank's heads, [H / world * (dn + dv), 512]; they go round with q.
+    input_row_offsets : torch.Tensor
+        [B+1] cumulative new tokens of the whole sequences.
+    mask : Mask
+        Of the whole problem: h counts all heads, k is a position in the whole sequence, and what the mask captures by h
+        has all heads. At most two captured tensors can be needed beside its own.
+    keys : InterleavedKeys or ContiguousKeys
+        Which keys are here.
+    start_positions : torch.Tensor
+        [B] tokens of the whole sequences before this step.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that share keys and heads, in their order; a mesh of one dimension. Default: all ranks.
+    plan, max_chunks, seq_lens_cpu
+        As in `mla.chunked_prefill`, of this rank's own tokens; they may differ from rank to rank.
+    sinks : torch.Tensor, optional
+        float32 [H / world], of this rank's heads; counted once.
+
+    The other parameters are those of `mla.chunked_prefill`.
+
+    Returns
+    -------
+    torch.Tensor, or a pair of them
+        output [T, H / world, dv], or (output, lse), over the keys of all ranks. Rows outside
+        [input_row_offsets[0], input_row_offsets[-1]) are undefined.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError, UnsupportedError
+        Naming the argument, what came and what is allowed. An error on one rank alone leaves the others waiting,
+        until the timeout of their group.
+
+    Notes
+    -----
+    Needs what `mla.chunked_prefill` needs for H / world heads, and at most three f32 results [T, H / world, dv] beside
+    the one that grows, and two copies of q and weight, however many ranks there are. Each rank merges in an order of its
+    own, always the same: the result is deterministic. Nothing synchronises but the plan (`mla.chunked_prefill`).
+    """
+    if not isinstance(kv_collection, PagedKVCacheCollection):
+        raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
+    members = as_process_group(group)
+    rank, world = dist.get_rank(members), dist.get_world_size(members)
+    cache = kv_collection.layer(layer_idx)
+    if not isinstance(weight, torch.Tensor):
+        raise DTypeError(f"weight must be a torch.Tensor, which is sent to other ranks, got {type(weight).__name__}")
+    extents = find_extents(q, cache, weight, buffer_token_size, plan)
+    require_no_grad(q=q, weight=weight)
+    _check_shard(cache, keys, rank, world, sinks, extents)
+    if lse_layout not in ("TH", "HT"):
+        raise ArgumentError(f"lse_layout must be 'TH' or 'HT', got {lse_layout!r}")
+    offsets = as_index(input_row_offsets, "input_row_offsets", cache.batch_size + 1, cache.device)
+    check_offsets(input_row_offsets, "input_row_offsets", extents.total, "q")
+    if output is None:
+        output = torch.empty(extents.total, extents.heads, extents.v_dim, dtype=q.dtype, device=q.device)
+    shape = extents.total, extents.heads, extents.v_dim
+    require_shape(output, "output", shape, f"q has shape {tuple(q.shape)}")
+    with stream_scope(q.device, stream):
+        if plan is None:
+            plan = plan_job(cache, input_row_offsets, extents.rows, max_chunks, seq_lens_cpu, target)
+        starts = as_index(start_positions, "start_positions", cache.batch_size, cache.device)
+        job = _Job(cache, plan, offsets, starts, as_mask(mask, "mask"), keys, scale, softcap, target, extents, world)
+        so_far = job.empty_result(extents.heads)
+        so_far.output.zero_()
+        if sinks is not None:
+            so_far.lse.copy_(sinks.expand_as(so_far.lse))
+        _go_round(job, so_far, q, weight, rank, world, members)
+        output.copy_(so_far.output)
+    if not return_lse:
+        return output
+    return output, so_far.lse if lse_layout == "TH" else so_far.lse.T.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Attention over some of the keys, f32; a row whose LSE is -inf may hold anything."""
+
+    output: torch.Tensor  # [T, h, dv]
+    lse: torch.Tensor  # [T, h]
+
+    def of(self, heads: slice) -> _Result:
+        return _Result(self.output[:, heads], self.lse[:, heads])
+
+    def absorb(self, other: _Result, target: str | Target) -> None:
+        """Merge another result of the same heads into this one."""
+        merge_attn_states(self.output, self.output, self.lse, other.output, other.lse, self.lse, target=target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is the same for all heads."""
+
+    cache: PagedKVCache
+    plan: PrefillPlan
+    offsets: torch.Tensor
+    starts: torch.Tensor
+    mask: Mask
+    keys: KeyShard
+    scale: float
+    softcap: float
+    target: str | Target
+    extents: Extents
+    world: int
+
+    def empty_result(self, heads: int) -> _Result:
+        """Return the result over no keys at all."""
+        device, rows = self.cache.device, self.extents.total
+        output = torch.empty(rows, heads, self.extents.v_dim, dtype=torch.float32, device=device)
+        return _Result(output, torch.full((rows, heads), -math.inf, device=device))
+
+    def attend(self, q: torch.Tensor, weight: torch.Tensor, first_head: int) -> _Result:
+        """Attend over own keys for the heads of q, the first of which is `first_head` of the model."""
+        count = q.shape[1]
+        heads = range(first_head, first_head + count)
+        num_heads = self.extents.heads * self.world
+        mask = local_mask(self.mask, heads, num_heads, self.keys, self.cache.batch_size, q.device)
+        result = self.empty_result(count)
+        call = Call(
+            result.output, q, None, q, q, self.cache, None, mask, self.offsets, self.offsets, self.scale,
+            start_positions=self.starts, lse=result.lse, softcap=self.softcap, target=self.target,
+        )  # fmt: skip
+        run_job(call, weight, replace(self.extents, heads=count), self.plan, None, None, None, keep_rows=False)
+        return result
+
+
+def _go_round(
+    job: _Job, so_far: _Result, q: torch.Tensor, weight: torch.Tensor, rank: int, world: int, group: dist.ProcessGroup
+) -> None:
+    """Merge into `so_far` the attention of own heads over the keys of all ranks, and do the like for the others."""
+    count, width = job.extents.heads, job.extents.nope + job.extents.v_dim
+    half = count // 2 if world > 1 else 0
+
+    def attend_own(heads: slice) -> None:
+        if heads.start < heads.stop:
+            rows = slice(heads.start * width, heads.stop * width)
+            part = job.attend(q[:, heads], weight[rows], rank * count + heads.start)
+            so_far.of(heads).absorb(part, job.target)
+
+    arriving = exchange((q, weight), -1, group) if world > 1 else None
+    returning = None
+    attend_own(slice(0, half))
+    for step in range(1, world):
+        assert arriving is not None
+        their_q, their_weight = arriving.wait()
+        arriving = exchange((q, weight), -step - 1, group) if step + 1 < world else None
+        part = job.attend(their_q, their_weight, (rank + step) % world * count)
+        if returning is not None:
+            so_far.absorb(_Result(*returning.wait()), job.target)
+        returning = exchange((part.output, part.lse), step, group)
+    attend_own(slice(half, count))
+    if returning is not None:
+        so_far.absorb(_Result(*returning.wait()), job.target)
+
+
+def _check_shard(
+    cache: PagedKVCache, keys: KeyShard, rank: int, world: int, sinks: torch.Tensor | None, extents: Extents
+) -> None:
+    if not isinstance(keys, KeyShard):
+        raise DTypeError(f"keys must be InterleavedKeys or ContiguousKeys, got {type(keys).__name__}")
+    if isinstance(keys, InterleavedKeys) and (keys.rank, keys.world) != (rank, world):
+        raise ArgumentError(f"keys are those of rank {keys.rank} of {keys.world}, but this is rank {rank} of {world}")
+    if not cache.lengths_include_new:
+        raise ArgumentError(
+            "kv_collection must be made with seq_lens, this rank's own share of cached and new tokens: "
+            "seq_lens=keys.lengths(cached + new)"
+        )
+    if sinks is not None:
+        require_tensor(sinks, "sinks", 1)
+        require_dtype(sinks, "sinks", (torch.float32,))
+        require_shape(sinks, "sinks", (extents.heads,), f"this rank has {extents.heads} heads")
+        require_device(sinks, "sinks", cache.device)
