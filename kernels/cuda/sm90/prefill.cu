@@ -36,8 +36,10 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
   if (warpgroup == kRowGroups) {
     setmaxnreg_dec<MLA_PRODUCER_REGISTERS>();
     const int warp = (threadIdx.x - kConsumerThreads) / 32;
-    if (warp == 0) produce(params, shared);
-    else if (kRopeGather) gather_rope(params, shared, warp - 1);
+    if (warp == 0)
+      produce(params, shared);
+    else if (kRopeGather)
+      gather_rope(params, shared, warp - 1);
   } else {
     setmaxnreg_inc<MLA_CONSUMER_REGISTERS>();
     consume(params, shared, warpgroup);

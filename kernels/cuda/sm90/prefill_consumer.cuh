@@ -26,7 +26,8 @@ struct Consumer {
     float s[W / 2];
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
     wgmma_fence();
-    const uint64_t q_at = wgmma_descriptor(shared.q(group), 16, 1024), k_at = wgmma_descriptor(shared.k(k.stage()), 16, 1024);
+    const uint64_t q_at = wgmma_descriptor(shared.q(group), 16, 1024),
+                   k_at = wgmma_descriptor(shared.k(k.stage()), 16, 1024);
 #pragma unroll
     for (int i = 0; i < 4 * kQkBlocks; i++)
       wgmma_ss<Element, W>(s, q_at + descriptor_step(i / 4 * kQBlockBytes + i % 4 * 32),
@@ -60,8 +61,8 @@ struct Consumer {
     const uint64_t v_at = wgmma_descriptor(shared.v(v_stage_in(tag)), kKeyBlockBytes, 1024);
 #pragma unroll
     for (int i = 0; i < W / 16; i++)
-      wgmma_rs<Element, MLA_V_DIM>(o, probability[4 * i], probability[4 * i + 1], probability[4 * i + 2], probability[4 * i + 3],
-                                   v_at + descriptor_step(i * 16 * kSwizzleBytes));
+      wgmma_rs<Element, MLA_V_DIM>(o, probability[4 * i], probability[4 * i + 1], probability[4 * i + 2],
+                                   probability[4 * i + 3], v_at + descriptor_step(i * 16 * kSwizzleBytes));
     wgmma_commit_group();
     wgmma_wait_group<0>();
     release(shared.v_empty(v_stage_in(tag)));

@@ -3,7 +3,8 @@
 #include "prefill_softmax.cuh"
 
 // The factor that normalises a row, its LSE stored on the way; l is the whole denominator.
-MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, bool stores_lse, float m, float l, float scale) {
+MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, bool stores_lse, float m, float l,
+                            float scale) {
   float logit = m == -infinity() ? -infinity() : m * scale, factor = 1.0f;
 #if MLA_SINKS
   const float sink = p.sinks[item.head] * kLog2e, reference = fmaxf(logit, sink);
@@ -25,16 +26,21 @@ MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, b
 MLA_DEVICE void transpose_quad(uint32_t (&a)[4]) {
   const bool odd = tid_x() & 1, high = tid_x() & 2;
   uint32_t x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
-  if (odd) a[0] = x, a[2] = y;
-  else a[1] = x, a[3] = y;
+  if (odd)
+    a[0] = x, a[2] = y;
+  else
+    a[1] = x, a[3] = y;
   x = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2);
   y = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
-  if (high) a[0] = x, a[1] = y;
-  else a[2] = x, a[3] = y;
+  if (high)
+    a[0] = x, a[1] = y;
+  else
+    a[2] = x, a[3] = y;
 }
 
 // Stores this thread's two rows.
-MLA_DEVICE void store_rows(const PrefillParams& p, const Item& item, int row, const float (&o)[MLA_V_DIM / 2], const RowSums& sums, float scale) {
+MLA_DEVICE void store_rows(const PrefillParams& p, const Item& item, int row, const float (&o)[MLA_V_DIM / 2],
+                           const RowSums& sums, float scale) {
   constexpr int N = MLA_V_DIM / 2;
   const int t = tid_x() & 3;
   float factor[2];
@@ -68,7 +74,8 @@ MLA_DEVICE void store_rows(const PrefillParams& p, const Item& item, int row, co
   }
 }
 
-MLA_DEVICE void finish_item(const PrefillParams& p, const Item& item, int row, float (&o)[MLA_V_DIM / 2], RowSums& sums, float scale) {
+MLA_DEVICE void finish_item(const PrefillParams& p, const Item& item, int row, float (&o)[MLA_V_DIM / 2], RowSums& sums,
+                            float scale) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     sums.l[r] += __shfl_xor_sync(~0u, sums.l[r], 1);

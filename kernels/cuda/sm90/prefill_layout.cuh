@@ -16,12 +16,13 @@ using Output = MLA_OUTPUT;
 // ---- tiles ------------------------------------------------------------------------------------------------------------------------
 
 constexpr int kRopeDim = 64;
-constexpr int kBlockN = MLA_BLOCK_N;                // keys of a tile
+constexpr int kBlockN = MLA_BLOCK_N;  // keys of a tile
 constexpr int kStagesK = MLA_STAGES_K, kStagesV = MLA_STAGES_V;
 constexpr int kConsumerThreads = 128 * kRowGroups;  // one warpgroup for each row group of an item
 
 static_assert(kRowGroups * MLA_CONSUMER_REGISTERS + MLA_PRODUCER_REGISTERS <=
-                  65536 / MLA_THREADS / 8 * 8 * (kRowGroups + 1), "setmaxnreg would wait for ever");
+                  65536 / MLA_THREADS / 8 * 8 * (kRowGroups + 1),
+              "setmaxnreg would wait for ever");
 
 // Rope rows come in TMA boxes of kRopeBox rows (0: never), or are gathered row by row where pages or a chunk's start do not allow it.
 constexpr int kRopeBox = MLA_ROPE_BOX;
@@ -45,12 +46,12 @@ struct PrefillParams {
   float* lse;
   const float* sinks;
   const ScheduleEntry* table;  // null: every block makes its own
-  int* counters;               // [2] zero before and after the launch: items claimed, thread blocks ended
+  int* counters;  // [2] zero before and after the launch: items claimed, thread blocks ended
   int64_t output_stride_t, output_stride_h;
   int64_t lse_stride_t, lse_stride_h;
-  float logit_scale;           // softmax_scale * log2(e)
-  float softcap_scale;         // 2 * logit_scale / softcap
-  float softcap_logit;         // softcap * log2(e)
+  float logit_scale;  // softmax_scale * log2(e)
+  float softcap_scale;  // 2 * logit_scale / softcap
+  float softcap_logit;  // softcap * log2(e)
   int batch;
   int heads;
 };
@@ -59,29 +60,38 @@ struct PrefillParams {
 
 // A block of query rows of one head of one sequence, as the producer hands it to a row group.
 struct alignas(16) Item {
-  int q_row;             // first row of q; negative: no more items
-  int rows;              // 0 to 64
-  int q_position;        // of the first row
+  int q_row;  // first row of q; negative: no more items
+  int rows;  // 0 to 64
+  int q_position;  // of the first row
   int head;
   int sequence;
-  int start;             // position of the sequence's first query
-  int k_row;             // row of k and v of key 0
-  int k_position;        // of key 0
+  int start;  // position of the sequence's first query
+  int k_row;  // row of k and v of key 0
+  int k_position;  // of key 0
   int n_keys;
   uint32_t first_class;  // TileClass of the first tile
-  int v_stages;          // in use: 2 where the last row group's Q gives way
+  int v_stages;  // in use: 2 where the last row group's Q gives way
 };
 
 // What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.
-enum TileClass : uint32_t { kHidden = kTileHidden, kPartial = kTilePartial, kVisible = kTileVisible, kHalf = 3, kEnd = 4 };
+enum TileClass : uint32_t {
+  kHidden = kTileHidden,
+  kPartial = kTilePartial,
+  kVisible = kTileVisible,
+  kHalf = 3,
+  kEnd = 4
+};
 
 // A key tile and classes, one for each row group, in a word; between them room for the place of its V: bit 0 the stage, bit 1 the phase.
 constexpr int kTileBits = 18, kPlaceBits = 2, kClassBits = 4;
 constexpr uint32_t kTileMask = (1u << kTileBits) - 1, kClassesMask = ~0u << (kTileBits + kPlaceBits);
 constexpr uint32_t kEndOfAll = 0x444u << (kTileBits + kPlaceBits);
-static_assert(kTileBits + kPlaceBits + kClassBits * kRowGroups <= 32 && kRowGroups <= 3, "tile, place and classes fill a word");
+static_assert(kTileBits + kPlaceBits + kClassBits * kRowGroups <= 32 && kRowGroups <= 3,
+              "tile, place and classes fill a word");
 MLA_DEVICE constexpr int class_shift(int row_group) { return kTileBits + kPlaceBits + kClassBits * row_group; }
-MLA_DEVICE uint32_t class_in(uint32_t word, int row_group) { return word >> class_shift(row_group) & ((1 << kClassBits) - 1); }
+MLA_DEVICE uint32_t class_in(uint32_t word, int row_group) {
+  return word >> class_shift(row_group) & ((1 << kClassBits) - 1);
+}
 
 // What comes with a K stage: its tile, the place of that tile's V, and the classes of the tile after it.
 MLA_DEVICE uint32_t tag_of(uint32_t tile, uint32_t v_place, uint32_t next) {
@@ -99,18 +109,18 @@ enum RopeSource : int { kRopeByTma = 0, kRopeByCopy = 1, kRopeNoMore = 2 };
 struct alignas(16) RopeJob {
   int sequence;
   int token;  // position of the first row
-  int keys;   // from there to the sequence's end
+  int keys;  // from there to the sequence's end
   int source;
 };
 
 // ---- shared memory ----------------------------------------------------------------------------------------------------------------
 
-constexpr int kSwizzleBytes = 128;                                  // one row of a sub-tile: 64 elements
-constexpr int kQkBlocks = (MLA_NOPE_DIM + kRopeDim) / 64;           // 64-column sub-tiles of q and k; the last one is rope
+constexpr int kSwizzleBytes = 128;  // one row of a sub-tile: 64 elements
+constexpr int kQkBlocks = (MLA_NOPE_DIM + kRopeDim) / 64;  // 64-column sub-tiles of q and k; the last one is rope
 constexpr int kVBlocks = MLA_V_DIM / 64;
 constexpr int kQBlockBytes = kRowsPerGroup * kSwizzleBytes;
 constexpr int kKeyBlockBytes = kBlockN * kSwizzleBytes;
-constexpr int kQBytes = kQkBlocks * kQBlockBytes;                   // of one row group
+constexpr int kQBytes = kQkBlocks * kQBlockBytes;  // of one row group
 constexpr int kKBytes = kQkBlocks * kKeyBlockBytes;
 constexpr int kVBytes = kVBlocks * kKeyBlockBytes;
 constexpr int kRopeBytes = kKeyBlockBytes;
@@ -123,13 +133,15 @@ constexpr int kOffsetQ = kOffsetV + kStagesV * kVBytes;
 constexpr int kMostStagesV = 2;
 static_assert(kStagesV <= kMostStagesV, "a bit of the tag");
 constexpr int kVStride = kSpareV ? kOffsetQ + (kRowGroups - 1) * kQBytes - kOffsetV : kVBytes;
-constexpr int kOffsetItems = kOffsetQ + kRowGroups * kQBytes + (kSpareV && kVBytes > kQBytes ? kVBytes - kQBytes : 0);                     // by row group: two buffers and the producer's draft
+constexpr int kOffsetItems =
+    kOffsetQ + kRowGroups * kQBytes +
+    (kSpareV && kVBytes > kQBytes ? kVBytes - kQBytes : 0);  // by row group: two buffers and the producer's draft
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetTags = kOffsetJobs + kRopeWarps * int(sizeof(RopeJob));
 constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;  // words
 constexpr int kBarriers = 2 * kRowGroups + 2 * kStagesK + 2 * kMostStagesV + kRopeWarps;
-constexpr int kAlignment = 1024;                                                // of swizzle atoms
+constexpr int kAlignment = 1024;  // of swizzle atoms
 static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetBarriers + 8 * kBarriers, "the host counts other bytes");
 
 // Addresses of the plan above.
@@ -154,11 +166,19 @@ struct Shared {
   MLA_DEVICE RopeJob* job(int warp) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + warp; }
   MLA_DEVICE uint32_t* tag(int stage) const { return reinterpret_cast<uint32_t*>(bytes + kOffsetTags) + 2 * stage; }
   // mbarriers                                                                  signalled by -> waited for by
-  MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }     // producer, TMA -> consumers of the row group
-  MLA_DEVICE uint32_t q_empty(int group) const { return barrier(kRowGroups + group); }   // those consumers' warps -> producer
-  MLA_DEVICE uint32_t k_full(int stage) const { return barrier(2 * kRowGroups + stage); }  // producer, TMA, rope warp -> consumers
-  MLA_DEVICE uint32_t k_empty(int stage) const { return barrier(2 * kRowGroups + kStagesK + stage); }  // consumers' warps -> producer
-  MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }  // producer, TMA -> consumers
+  MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }  // producer, TMA -> consumers of the row group
+  MLA_DEVICE uint32_t q_empty(int group) const {
+    return barrier(kRowGroups + group);
+  }  // those consumers' warps -> producer
+  MLA_DEVICE uint32_t k_full(int stage) const {
+    return barrier(2 * kRowGroups + stage);
+  }  // producer, TMA, rope warp -> consumers
+  MLA_DEVICE uint32_t k_empty(int stage) const {
+    return barrier(2 * kRowGroups + kStagesK + stage);
+  }  // consumers' warps -> producer
+  MLA_DEVICE uint32_t v_full(int stage) const {
+    return barrier(2 * kRowGroups + 2 * kStagesK + stage);
+  }  // producer, TMA -> consumers
   MLA_DEVICE uint32_t v_empty(int stage) const {  // consumers' warps -> producer
     return barrier(2 * kRowGroups + 2 * kStagesK + kMostStagesV + stage);
   }

@@ -12,8 +12,8 @@ struct TileWalk {
 
 // Class of keys [first, end) for one row group.
 MLA_DEVICE uint32_t class_of_keys(const PrefillParams& p, const Item& item, int first, int end) {
-  return mask_tile_class(p.mask, item.sequence, item.head, item.q_position, item.q_position + item.rows - 1, item.k_position + first,
-                         item.k_position + end - 1);
+  return mask_tile_class(p.mask, item.sequence, item.head, item.q_position, item.q_position + item.rows - 1,
+                         item.k_position + first, item.k_position + end - 1);
 }
 
 // A tile and its classes for all row groups; without classes it is hidden from all.
@@ -65,7 +65,8 @@ struct Producer {
     const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
     const TilePosition at = tile_position(index - entry.first_item, tiles, entry.n_keys, p.heads);
     if (lane() < kRowGroups) {
-      const int block = block_of(lane(), at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup, left = entry.new_ - row;
+      const int block = block_of(lane(), at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup,
+                left = entry.new_ - row;
       Item& item = items[lane()];
       item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
       item.rows = block < 0 || left < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
@@ -96,8 +97,8 @@ struct Producer {
         mbarrier_arrive_expect_tx(shared.q_full(group), kQBytes);
 #pragma unroll
         for (int block = 0; block < kQkBlocks; block++)
-          cp_async_bulk_tensor_3d(shared.q(group) + block * kQBlockBytes, p.q, block * 64, item.head, item.q_row, shared.q_full(group),
-                                  kEvictFirst);
+          cp_async_bulk_tensor_3d(shared.q(group) + block * kQBlockBytes, p.q, block * 64, item.head, item.q_row,
+                                  shared.q_full(group), kEvictFirst);
       }
     }
     q_phase ^= 1;
@@ -115,7 +116,8 @@ struct Producer {
     }
     if constexpr (kRopeGather) {
 #pragma unroll 1
-      for (int stage = 0; stage < kStagesK; stage++, k.advance()) mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
+      for (int stage = 0; stage < kStagesK; stage++, k.advance())
+        mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
       if (lead())
         for (int warp = 0; warp < kRopeWarps; warp++) post_job(warp, {0, 0, 0, kRopeNoMore});
     }
@@ -139,15 +141,18 @@ struct Producer {
         page = page_row(p.page_table, item.sequence)[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
     }
     mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
-    const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()), to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
+    const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()),
+                   to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
     if (lead()) {
       *shared.tag(k.stage()) = tag_of(tile, v_place(k.count), next);
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKBytes - kRopeBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks - 1; block++)
-        cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, item.k_row + first, full, kEvictLast);
+        cp_async_bulk_tensor_3d(to + block * kKeyBlockBytes, p.k, block * 64, item.head, item.k_row + first, full,
+                                kEvictLast);
       if constexpr (kRopeGather) {
-        post_job(k.count % kRopeWarps, {item.sequence, item.k_position + first, item.n_keys - first, boxes ? kRopeByTma : kRopeByCopy});
+        post_job(k.count % kRopeWarps,
+                 {item.sequence, item.k_position + first, item.n_keys - first, boxes ? kRopeByTma : kRopeByCopy});
       }
     }
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
@@ -158,14 +163,15 @@ struct Producer {
             const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kBox;
             const int slot = (item.k_position + (key < last_box ? key : last_box)) % kPageSize;
             if (lead())
-              cp_async_bulk_tensor_3d(to_rope + box * kBox * kSwizzleBytes, p.rope, 0, slot, page_of_box, full, kEvictLast);
+              cp_async_bulk_tensor_3d(to_rope + box * kBox * kSwizzleBytes, p.rope, 0, slot, page_of_box, full,
+                                      kEvictLast);
           }
         }
       }
     } else if (lead()) {
       const bool batched = MLA_ROPE_KIND == kRopeBatched;
-      cp_async_bulk_tensor_3d(to_rope, p.rope, 0, (batched ? item.k_position : item.k_row) + first, batched ? item.sequence : 0, full,
-                              kEvictLast);
+      cp_async_bulk_tensor_3d(to_rope, p.rope, 0, (batched ? item.k_position : item.k_row) + first,
+                              batched ? item.sequence : 0, full, kEvictLast);
     }
     k.advance();
   }
@@ -186,8 +192,8 @@ struct Producer {
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
-        cp_async_bulk_tensor_3d(shared.v(stage) + block * kKeyBlockBytes, p.v, block * 64, items->head, items->k_row + first, full,
-                                kEvictLast);
+        cp_async_bulk_tensor_3d(shared.v(stage) + block * kKeyBlockBytes, p.v, block * 64, items->head,
+                                items->k_row + first, full, kEvictLast);
     }
   }
 
@@ -204,8 +210,10 @@ struct Producer {
     while (tile != kEndOfAll) {
       const uint32_t next = next_tile(p, items, walk);
       load_k(tile, next);
-      if (!first) load_v(2);
-      else if (k.count != kStagesK + 1) load_q();
+      if (!first)
+        load_v(2);
+      else if (k.count != kStagesK + 1)
+        load_q();
       first = false;
       tile = next;
     }
@@ -254,7 +262,8 @@ MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int wa
   uint32_t phase = 0;
   // Counted as the producer counts, whose ring begins a round ahead.
 #pragma unroll 1
-  for (uint32_t count = kStagesK + (warp + kRopeWarps - kStagesK % kRopeWarps) % kRopeWarps;; count += kRopeWarps, phase ^= 1) {
+  for (uint32_t count = kStagesK + (warp + kRopeWarps - kStagesK % kRopeWarps) % kRopeWarps;;
+       count += kRopeWarps, phase ^= 1) {
     const int stage = count % kStagesK;
     mbarrier_wait_parity(shared.job_full(warp), phase);
     const RopeJob job = *shared.job(warp);
@@ -273,7 +282,8 @@ MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int wa
           const uint64_t from = __shfl_sync(~0u, address, copied);
           const int at = first + copied;
           if (at < rows)
-            cp_async_cg_16(to + at * kSwizzleBytes + ((chunk ^ (at & 7)) << 4), reinterpret_cast<const uint8_t*>(from) + 16 * chunk, 16);
+            cp_async_cg_16(to + at * kSwizzleBytes + ((chunk ^ (at & 7)) << 4),
+                           reinterpret_cast<const uint8_t*>(from) + 16 * chunk, 16);
         }
       }
       cp_async_commit_group();

@@ -22,7 +22,8 @@ MLA_DEVICE int bucket_of(int n_keys) {
   return kBuckets - 1 - octave;
 }
 
-extern "C" __global__ void __launch_bounds__(MLA_THREADS) mla_prefill_schedule(const __grid_constant__ ScheduleParams params) {
+extern "C" __global__ void __launch_bounds__(MLA_THREADS)
+    mla_prefill_schedule(const __grid_constant__ ScheduleParams params) {
   __shared__ unsigned long long buckets[kBuckets];
   __shared__ int counts[kRowGroups];
   griddepcontrol_launch_dependents();

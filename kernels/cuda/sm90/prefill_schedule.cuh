@@ -38,7 +38,9 @@ constexpr int kTableBytes = (kTableSequences + 1) * int(sizeof(ScheduleEntry));
 MLA_DEVICE ScheduleEntry entry_of(const Sequence& s, int sequence, int first_item) {
   return {first_item, sequence, s.q_begin, s.new_, s.k_begin, s.n_keys, s.offset, s.start};
 }
-MLA_DEVICE ScheduleEntry total_entry(int items, Grouping grouping) { return {items, grouping.size, grouping.spread, 0, 0, 0, 0, 0}; }
+MLA_DEVICE ScheduleEntry total_entry(int items, Grouping grouping) {
+  return {items, grouping.size, grouping.spread, 0, 0, 0, 0, 0};
+}
 MLA_DEVICE Grouping grouping_of(const ScheduleEntry& total) { return {total.sequence, total.q_begin}; }
 
 MLA_DEVICE int row_blocks(int new_) { return new_ > 0 ? ceil_div(new_, kRowsPerGroup) : 0; }

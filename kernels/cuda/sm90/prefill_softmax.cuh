@@ -7,9 +7,7 @@
 constexpr float kGrowth = 8.0f;
 
 // Sums of one thread's two rows; m is the reference of the exponent, l this thread's share of the denominator.
-struct RowSums {
-  float m[2], l[2];
-};
+struct RowSums { float m[2], l[2]; };
 
 // Scores become base-2 logits, softcapped and biased; hidden keys stay to be masked.
 template <int W>
@@ -23,7 +21,8 @@ MLA_DEVICE void scale_scores(float (&s)[W / 2], const PrefillParams& p, const It
     s[i] *= p.logit_scale;
 #endif
 #if MLA_MASK_BIASES
-    const int row = item.q_position + q_row + (i & 2) * 4 - item.start, column = item.k_position + key + (i / 4) * 8 + (i & 1);
+    const int row = item.q_position + q_row + (i & 2) * 4 - item.start,
+              column = item.k_position + key + (i / 4) * 8 + (i & 1);
     s[i] += kLog2e * mask_bias(p.mask, item.sequence, item.head, row, column);
 #endif
   }
@@ -58,7 +57,8 @@ MLA_DEVICE void mask_scores(float (&s)[W / 2], const PrefillParams& p, const Ite
 #pragma unroll 1
       for (int i = 0; i < kPart; i++)
         visible |= uint32_t(mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4),
-                                         k_position + (((part + i) / 4) * 8 + (i & 1)))) << i;
+                                         k_position + (((part + i) / 4) * 8 + (i & 1))))
+                   << i;
 #pragma unroll
       for (int i = 0; i < kPart; i++) s[part + i] = visible >> i & 1 ? s[part + i] : -infinity();
     }
