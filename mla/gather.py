@@ -12,6 +12,7 @@ from mla._check import (
     as_index,
     check_offsets,
     is_capturing,
+    readable,
     require_device,
     require_dtype,
     require_last_dim_contiguous,
@@ -208,7 +209,7 @@ def _buffer_length(buffer_length: int | torch.Tensor, rows: int, device: torch.d
         if buffer_length.numel() != 1:
             raise ShapeError(f"buffer_length must hold one number, got shape {tuple(buffer_length.shape)}")
         length = as_index(buffer_length.reshape(1), "buffer_length", 1, device)
-        if buffer_length.device.type != "cpu":
+        if not readable(buffer_length):
             return length
         buffer_length = int(buffer_length)
     if not isinstance(buffer_length, int):
