@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from mla import mask_code
 from mla.backends.rocm import params, runtime
 from mla.backends.rocm.compiler import KernelSpec
-from mla.backends.rocm.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs
+from mla.backends.rocm.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs, fp8_name
 from mla.errors import ArgumentError
 from mla.masks import CausalMask, NullMask
-from mla.problem import SUPPORTED_DIMS, PrefillArgs, Problem
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +85,7 @@ class PrefillParams(Structure):
         ("v", HeadRows),
         ("output", HeadRows),
         ("rope", PagedRows),
+        ("rope_scales", PagedRows),
         ("page_table", PageTable),
         ("sequences", SequenceArgs),
         ("mask", params.MaskArgs),
@@ -104,14 +105,33 @@ def head_rows(tensor: torch.Tensor) -> HeadRows:
     return HeadRows(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
 
 
-def _rope_rows(args: PrefillArgs) -> tuple[PagedRows, PageTable]:
-    if args.cache is not None:
-        return params.paged_rows(args.cache.rope), params.page_table(args.cache)
-    rope = args.rope
-    assert rope is not None
-    size = rope.element_size()
-    batch_stride = rope.stride(0) * size if args.rope_kind == "batched" else 0
-    return PagedRows(rope.data_ptr(), batch_stride, rope.stride(-2) * size), PageTable()
+def _rows_of(tensor: torch.Tensor | None, kind: str) -> PagedRows:
+    """Describe rope or its scales: [B, n, width] or [L, width]."""
+    if tensor is None:
+        return PagedRows()
+    size = tensor.element_size()
+    batch_stride = tensor.stride(0) * size if kind == "batched" else 0
+    return PagedRows(tensor.data_ptr(), batch_stride, tensor.stride(-2) * size)
+
+
+def _rope_rows(args: PrefillArgs, granularity: int) -> tuple[PagedRows, PagedRows, PageTable]:
+    """Rope, the scale of each of its rows (of an 8-bit one), and the page table."""
+    cache = args.cache
+    if cache is None:
+        rope, scales = (_rows_of(tensor, args.rope_kind) for tensor in (args.rope, args.rope_scales))
+        table, scaled, column = PageTable(), args.rope_scales, args.rope_scale_base
+    else:
+        rope, table = params.paged_rows(cache.rope), params.page_table(cache)
+        scaled, column = cache.scales, KV_LORA_RANK
+        scales = PagedRows() if scaled is None else params.paged_rows(scaled)
+    if scaled is not None:
+        if column % granularity + QK_ROPE_HEAD_DIM > granularity:
+            raise ArgumentError(
+                f"k_rope: its columns, from {column} of the scaled row on, lie in two blocks of {granularity}; "
+                "the rocm prefill takes one scale a key"
+            )
+        scales.data += column // granularity * scaled.element_size()
+    return rope, scales, table
 
 
 def _check_strides(args: PrefillArgs) -> None:
@@ -134,7 +154,7 @@ def score_scale(softmax_scale: float, softcap: float) -> ScoreScale:
 
 
 class Prefill:
-    """Prefill on an AMD GPU with MFMA: 16-bit q, k, v and rope, any mask, page size and number of heads."""
+    """Prefill on an AMD GPU with MFMA: 16-bit q, k and v, rope of 16 bits or 8 with scales, any mask, page size and number of heads."""
 
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
@@ -165,6 +185,8 @@ class Prefill:
         """Return the kernel."""
         assert problem.mask is not None and problem.rope is not None
         tile = tile_of(problem.dims, arch)
+        element, _, rope = problem.dtypes.partition("+")
+        rope = fp8_name(arch) if rope else element
         features = sorted(problem.features & {"lse", "sinks", "softcap"})
         name = ".".join(
             (
@@ -175,7 +197,8 @@ class Prefill:
             )
         )
         defines: tuple[tuple[str, int | str], ...] = (
-            ("MLA_ELEMENT", C_TYPES[problem.dtypes]),
+            ("MLA_ELEMENT", C_TYPES[element]),
+            ("MLA_ROPE", C_TYPES[rope]),
             ("MLA_OUTPUT", C_TYPES[problem.out_dtype]),
             ("MLA_NOPE_DIM", problem.qk_nope_head_dim),
             ("MLA_V_DIM", problem.v_head_dim),
@@ -206,13 +229,14 @@ class Prefill:
             batch_size = args.cu_seqlens_q.shape[0] - 1
             slots = tokens // block_m + batch_size  # as the kernel numbers them
             slots_y = min(slots, _MAX_GRID_Y)
-            rope, table = _rope_rows(args)
+            rope, rope_scales, table = _rope_rows(args, problem.granularity)
             block = PrefillParams(
                 head_rows(q),
                 head_rows(args.k),
                 head_rows(args.v),
                 head_rows(args.output),
                 rope,
+                rope_scales,
                 table,
                 params.sequence_args(args),
                 params.mask_args(args.mask),

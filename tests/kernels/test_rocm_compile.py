@@ -53,6 +53,7 @@ def one_of_each(arch: str) -> list[tuple[str, KernelSpec]]:
             replace(plain, out_dtype="fp32", mask=masks.NullMask().program, features=frozenset({"lse"})),
             replace(plain, features=frozenset({"lse", "sinks", "softcap"}), mask=sink_window, page_size=1),
             replace(plain, rope="batched", page_size=0),
+            replace(plain, dtypes="bf16+fp8_rope", granularity=128),
             replace(plain, rope="ragged", page_size=0),
         ]
     entries = {"plan": ops.Plan, "gather": ops.Gather, "store": ops.Store, "merge": ops.Merge, "prefill": ops.Prefill}

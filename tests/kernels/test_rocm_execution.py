@@ -17,6 +17,7 @@ import mla
 from mla import dispatch, registry
 from mla.errors import UnsupportedError
 from tests.kernels import test_matrix as matrix
+from tests.support import problems
 from tests.support.hip import ARCHS, needs_clang
 from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, PREFILLS, STORES
 from tests.support.problems import Case, build
@@ -35,6 +36,7 @@ FEW = [
     Case(rope="batched", chunk=(64, 64), softcap=5.0, mask="causal_bias"),
     Case(rope="ragged", mask="windows_of_heads", page_size=1),
     Case(csr=True, page_size=16, mask="documents"),
+    Case(dtypes="bf16+fp8_rope", page_size=16),
 ]
 
 
@@ -58,7 +60,8 @@ def executor(arch: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[
     executor = executed(monkeypatch, arch, seed=seed)
     through_public_functions(monkeypatch, executor)
     fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-    monkeypatch.setattr(matrix, "fp8_dtype", lambda device: fp8)
+    for module in (matrix, problems):
+        monkeypatch.setattr(module, "fp8_dtype", lambda device: fp8)
     yield executor
     dispatch.forget()
 
@@ -77,7 +80,7 @@ def smaller(case: Case) -> Case:
     return replace(case, heads=2 if case.mask in ("checkered", "windows_of_heads", "causal_bias") else 1)
 
 
-SIXTEEN_BITS = [smaller(case) for case in PREFILLS if case.dtypes in ("bf16", "fp16")]
+SIXTEEN_BITS = [smaller(case) for case in PREFILLS if not case.dtypes.startswith(("fp32", "fp8"))]
 PREFILL_CASES = [("gfx942", case) for case in (*SIXTEEN_BITS, FEW[1])] + [
     (a, case) for a in ("gfx90a", "gfx950") for case in FEW
 ]

@@ -33,7 +33,8 @@ struct PrefillParams {
   HeadRows k;       // [L, H, kNopeDim]
   HeadRows v;       // [L, H, kVDim]
   HeadRows output;  // [T, H, kVDim]
-  PagedRows rope;   // paged; batched: page_stride is that of a sequence; ragged: rows as k
+  PagedRows rope;         // paged; batched: page_stride is that of a sequence; ragged: rows as k
+  PagedRows rope_scales;  // of an 8-bit rope: one f32 a key, addressed as the rope
   PageTable page_table;
   SequenceArgs sequences;
   MaskArgs mask;
@@ -73,10 +74,16 @@ MLA_DEVICE KeySource key_source(const PrefillParams& p, const Item& item) {
   source.v_stride = uint32_t(p.v.token_stride);
   source.rope_stride = uint32_t(p.rope.token_stride);
   source.rope_rows = p.rope;
+  source.scale_rows = p.rope_scales;
   if constexpr (MLA_ROPE_KIND == kRopePaged) source.rope_pages = page_row(p.page_table, item.b);
-  if constexpr (MLA_ROPE_KIND == kRopeBatched)
-    source.rope = p.rope.data + item.b * p.rope.page_stride + s.offset * p.rope.token_stride;
-  if constexpr (MLA_ROPE_KIND == kRopeRagged) source.rope = p.rope.data + s.k_begin * p.rope.token_stride;
+  const auto first_row = [&](const PagedRows& rows) {
+    return rows.data + (MLA_ROPE_KIND == kRopeBatched ? item.b * rows.page_stride + s.offset * rows.token_stride
+                                                      : s.k_begin * rows.token_stride);
+  };
+  if constexpr (MLA_ROPE_KIND != kRopePaged) {
+    source.rope = first_row(p.rope);
+    source.scale_rows.data = first_row(p.rope_scales);
+  }
   source.offset = s.offset;
   source.n_keys = s.n_keys;
   return source;
@@ -104,14 +111,27 @@ struct Queries {
   }
 };
 
-MLA_DEVICE void score_tile(uint8_t* lds, const Queries& q, Scores& s) {
+// Nope, then rope columns; with a scaled rope the other way round, so that its sum is scaled before the nope columns join it.
+// rope_scale: that of key lane % kBlockN.
+MLA_DEVICE void score_tile(uint8_t* lds, const Queries& q, float rope_scale, Scores& s) {
   const int row = lane_id() % 32, half = lane_id() / 32;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     f32x16 sum = {};
+    const auto add = [&](int first, int last) {
 #pragma unroll
-    for (int i = 0; i < kQDepth / 16; ++i)
-      sum = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, key_place(row, 2 * i + half) + n * 32 * kKeyPitch), q.fragment[i], sum);
+      for (int i = first; i < last; ++i)
+        sum = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, key_place(row, 2 * i + half) + n * 32 * kKeyPitch), q.fragment[i], sum);
+    };
+    constexpr int kNopeSteps = kNopeDim / 16, kSteps = kQDepth / 16;
+    if constexpr (kRopeScaled) {
+      add(kNopeSteps, kSteps);
+#pragma unroll
+      for (int r = 0; r < 16; ++r) sum[r] *= shuffle(rope_scale, register_key(n, r) + lane_key());
+      add(0, kNopeSteps);
+    } else {
+      add(0, kSteps);
+    }
     s.block[n] = sum;
   }
 }
@@ -185,6 +205,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   // Tiles in flight: `after` has its page ids asked for, `next` its rows, `tile` lies in LDS. Negative: none yet.
   TileRegisters registers;
   int tile = -2, next = -1, stage = 0;
+  float rope_scale = 1.0f;  // of the tile in LDS
   while (tile < tiles) {
     if (next >= 0 && next < tiles) registers.fetch(source, next);
     const int after = next_visible(next + 1);
@@ -195,7 +216,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
       uint8_t* current = lds + stage * kStageBytes;
       const int keys = s.n_keys - tile * kBlockN;
       Scores scores;
-      score_tile(current, q, scores);
+      score_tile(current, q, rope_scale, scores);
       scale_scores(scores, p.scale);
       if (MLA_MASK_BIASES || tile_class == kTilePartial || keys < kBlockN)
         mask_scores(scores, p.mask, item.b, item.h, s.start + row, s.offset + tile * kBlockN, keys, s.start);
@@ -211,6 +232,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
     stage ^= 1;
     if (next >= 0 && next < tiles) registers.commit(lds + stage * kStageBytes);
     barrier();  // the stage of `tile` is read, that of `next` is written
+    if constexpr (kRopeScaled) rope_scale = registers.scale;
     tile = next;
     next = after;
   }

@@ -19,6 +19,8 @@
 #include "sequence.hpp"
 
 using Element = MLA_ELEMENT;
+using RopeElement = MLA_ROPE;  // as Element, or 8 bits with a scale for each key
+constexpr bool kRopeScaled = sizeof(RopeElement) == 1;
 constexpr int kNopeDim = MLA_NOPE_DIM, kRopeDim = 64, kQDepth = kNopeDim + kRopeDim, kVDim = MLA_V_DIM;
 constexpr int kThreads = MLA_THREADS, kWaves = kThreads / kWaveSize;
 constexpr int kRowsPerWave = 32;
@@ -45,6 +47,26 @@ MLA_DEVICE int value_place(int column, int chunk) {
 
 template <typename T> MLA_DEVICE T& lds_at(uint8_t* lds, int place) { return *reinterpret_cast<T*>(lds + place); }
 
+// Eight elements of rope on their way to LDS. 8-bit ones are exact in 16 bits; their scales are applied to the scores.
+template <typename T, bool SCALED = sizeof(T) == 1> struct RopeChunk {
+  u32x4 bits;
+  MLA_DEVICE void load(const uint8_t* p) { bits = load_global<u32x4>(p); }
+  MLA_DEVICE u32x4 widened() const { return bits; }
+};
+template <typename T> struct RopeChunk<T, true> {
+  u32x2 bits;
+  MLA_DEVICE void load(const uint8_t* p) { bits = load_global<u32x2>(p); }
+  MLA_DEVICE u32x4 widened() const {
+    const auto element = [&](int j) {
+      return uint32_t(from_float<Element>(to_float(__builtin_bit_cast(T, uint8_t(bits[j / 4] >> j % 4 * 8)))).bits);
+    };
+    u32x4 result;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) result[i] = element(2 * i) | element(2 * i + 1) << 16;
+    return result;
+  }
+};
+
 // Where the keys of one (sequence, head) lie. Row strides are below 2^25 bytes (the host sees to it), so that a tile's own offsets take
 // 32 bits; what leads to the tile takes 64.
 struct KeySource {
@@ -53,6 +75,7 @@ struct KeySource {
   const uint8_t* rope;  // batched, ragged: first key's rope
   uint32_t k_stride, v_stride, rope_stride;
   PagedRows rope_rows;    // paged
+  PagedRows scale_rows;   // of an 8-bit rope: paged; else `data` is the first key's
   const int* rope_pages;  // paged: pages of the sequence
   int offset;             // paged: position of the first key
   int n_keys;             // > 0
@@ -70,9 +93,11 @@ struct TileRegisters {
   static_assert(kRopeChunks % kThreads == 0 || kThreads % kRopeChunks == 0, "equal shares, or whole waves without one");
 
   u32x4 nope[kNope];
-  u32x4 rope[kRope];
+  RopeChunk<RopeElement> rope[kRope];
   uint32_t value[kValue][4];
-  int page[kRope];  // of the rope rows of the tile after this one
+  int page[kRope];   // of the rope rows of the tile after this one
+  float scale;       // of an 8-bit rope: the scale of key lane % kBlockN
+  int scale_page;    // and its page
 
   MLA_DEVICE static int item(int i) { return thread_id() + i * kThreads; }
   MLA_DEVICE static bool has_rope() { return kRopeChunks >= kThreads || wave_id() * kWaveSize < kRopeChunks; }
@@ -87,6 +112,10 @@ struct TileRegisters {
   // Page ids of tile `tile`, ahead of `fetch`.
   MLA_DEVICE void fetch_pages(const KeySource& source, int tile) {
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
+      if constexpr (kRopeScaled) {
+        const int key = min(tile * kBlockN + lane_id() % kBlockN, source.n_keys - 1);
+        scale_page = source.rope_pages[uint32_t(source.offset + key) / kPageSize];
+      }
       if (!has_rope()) return;
 #pragma unroll
       for (int i = 0; i < kRope; ++i) {
@@ -112,15 +141,24 @@ struct TileRegisters {
     if (has_rope()) {
 #pragma unroll
       for (int i = 0; i < kRope; ++i) {
-        const uint32_t row = row_of(item(i) / kRopeRowChunks), column = item(i) % kRopeRowChunks * kChunkBytes;
+        const uint32_t row = row_of(item(i) / kRopeRowChunks), chunk = item(i) % kRopeRowChunks;
+        const uint32_t column = chunk * 8 * sizeof(RopeElement), stride = source.rope_stride;
+        const uint8_t* elements;
         if constexpr (MLA_ROPE_KIND == kRopePaged) {
           const uint32_t slot = (uint32_t(source.offset + first) + row) % kPageSize;
-          rope[i] = load_global<u32x4>(source.rope_rows.data + page[i] * source.rope_rows.page_stride +
-                                       (slot * source.rope_stride + column));
+          elements = source.rope_rows.data + page[i] * source.rope_rows.page_stride + (slot * stride + column);
         } else {
-          rope[i] = load_global<u32x4>(source.rope + int64_t(first) * source.rope_stride + (row * source.rope_stride + column));
+          elements = source.rope + int64_t(first) * stride + (row * stride + column);
         }
+        rope[i].load(elements);
       }
+    }
+    if constexpr (kRopeScaled) {
+      const int key = first + int(row_of(lane_id() % kBlockN));
+      const uint8_t* row = MLA_ROPE_KIND == kRopePaged
+                               ? token_row(source.scale_rows, scale_page, uint32_t(source.offset + key) % kPageSize)
+                               : source.scale_rows.data + key * source.scale_rows.token_stride;
+      scale = load_global<float>(row);
     }
     const uint8_t* v = source.v + int64_t(first) * source.v_stride;
 #pragma unroll
@@ -144,7 +182,7 @@ struct TileRegisters {
     if (has_rope()) {
 #pragma unroll
       for (int i = 0; i < kRope; ++i)
-        lds_at<u32x4>(lds, key_place(item(i) / kRopeRowChunks, kRowChunks + item(i) % kRopeRowChunks)) = rope[i];
+        lds_at<u32x4>(lds, key_place(item(i) / kRopeRowChunks, kRowChunks + item(i) % kRopeRowChunks)) = rope[i].widened();
     }
     constexpr uint32_t kLow = 0x05040100, kHigh = 0x07060302;  // both low halves, both high halves
 #pragma unroll

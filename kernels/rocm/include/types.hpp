@@ -53,12 +53,12 @@ MLA_DEVICE float to_float(fp16 x) { return float(__builtin_bit_cast(_Float16, x.
 // value, subnormals included, which an exact multiplication mends.
 MLA_DEVICE float to_float(e4m3 x) {
   const uint32_t magnitude = x.bits & 0x7f;
-  if (magnitude == 0x7f) return __builtin_nanf("");
-  return 256.0f * to_float(fp16{uint16_t((x.bits & 0x80) << 8 | magnitude << 7)});
+  const float value = 256.0f * to_float(fp16{uint16_t((x.bits & 0x80) << 8 | magnitude << 7)});
+  return magnitude == 0x7f ? __builtin_nanf("") : value;
 }
 MLA_DEVICE float to_float(e4m3fnuz x) {
-  if (x.bits == 0x80) return __builtin_nanf("");
-  return 128.0f * to_float(fp16{uint16_t((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+  const float value = 128.0f * to_float(fp16{uint16_t((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+  return x.bits == 0x80 ? __builtin_nanf("") : value;
 }
 
 template <typename T> constexpr float kLargest = 0.0f;
