@@ -154,7 +154,7 @@ def score_scale(softmax_scale: float, softcap: float) -> ScoreScale:
 
 
 class Prefill:
-    """Prefill on an AMD GPU with MFMA: 16-bit q, k and v, rope of 16 bits or 8 with scales, any mask, page size and number of heads."""
+    """Prefill on an AMD GPU with MFMA: 16-bit q, k, v; rope of 16 bits or 8 with scales; any mask, page size, heads."""
 
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
