@@ -3,8 +3,8 @@
     m = max(a, b)    wa = exp(a - m)    wb = exp(b - m)    out = (wa x + wb y) / (wa + wb)    lse = m + log(wa + wb)
 
 A side whose LSE is -inf or +inf is empty: its output is not read. Two empty sides give 0 and -inf. A program takes
-BLOCK_R (row, head) pairs; every element is read before its place is written by the same thread, so the output may
-alias an input. Budget: two reads and one write an element; bound by memory.
+BLOCK_R (row, head) pairs. Outputs may alias inputs: an element is written by the thread that has read it, an LSE behind
+a barrier. Budget: two reads and one write an element; bound by memory.
 """
 
 import triton
@@ -59,10 +59,6 @@ def merge(
     weight_a = tl.exp2((a - base) * LOG2E)
     weight_b = tl.exp2((b - base) * LOG2E)
     total = weight_a + weight_b
-    if output_lse is not None:
-        lse = tl.where(has_a | has_b, base + tl.log2(total) * LN2, float("-inf"))
-        tl.store(output_lse + token * stride_output_lse_t + head * stride_output_lse_h, lse, mask=inside)
-
     inverse = tl.where(has_a | has_b, 1.0 / total, 0.0)
     offs_d = tl.arange(0, V_HEAD_DIM)
     at_a = prefix + (token * stride_prefix_t + head * stride_prefix_h)[:, None] + offs_d[None, :]
@@ -72,3 +68,8 @@ def merge(
     out = x * (weight_a * inverse)[:, None] + y * (weight_b * inverse)[:, None]
     target = output + (token * stride_output_t + head * stride_output_h)[:, None] + offs_d[None, :]
     tl.store(target, narrow(out, output.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+    if output_lse is not None:
+        # An LSE is read by several threads and written by one, perhaps in the same place.
+        tl.debug_barrier()
+        lse = tl.where(has_a | has_b, base + tl.log2(total) * LN2, float("-inf"))
+        tl.store(output_lse + token * stride_output_lse_t + head * stride_output_lse_h, lse, mask=inside)

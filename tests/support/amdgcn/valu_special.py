@@ -209,20 +209,23 @@ def _swap(ins: Instruction) -> Step:
     return step
 
 
-def _bitop3(ins: Instruction) -> Step:
-    a, b, c = (reader(t, "u32") for t in ins.operands[1:])
-    table = int(ins.modifiers["bitop3"], 0)
-    put = writer(ins, ins.operands[0], "u32")
+def _bitop3(kind: str) -> Callable[[Instruction], Step]:
+    def decode(ins: Instruction) -> Step:
+        a, b, c = (reader(t, kind) for t in ins.operands[1:])
+        table = int(ins.modifiers["bitop3"], 0)
+        put = writer(ins, ins.operands[0], kind)
 
-    def step(w: Wave) -> None:
-        x, y, z = a(w), b(w), c(w)
-        out = np.zeros(LANES, U32)
-        for n in range(8):
-            if table >> n & 1:
-                out |= (x if n & 4 else ~x) & (y if n & 2 else ~y) & (z if n & 1 else ~z)
-        put(w, out)
+        def step(w: Wave) -> None:
+            x, y, z = a(w), b(w), c(w)
+            out = np.zeros_like(x)
+            for n in range(8):
+                if table >> n & 1:
+                    out = out | (x if n & 4 else ~x) & (y if n & 2 else ~y) & (z if n & 1 else ~z)
+            put(w, out)
 
-    return step
+        return step
+
+    return decode
 
 
 def _div_scale(ins: Instruction) -> Step:
@@ -338,7 +341,8 @@ _NAMED: dict[str, Callable[[Instruction], Step]] = {
     "v_mad_u64_u32": _mad64("u"), "v_mad_i64_i32": _mad64("i"),
     "v_cndmask_b32": _cndmask, "v_readfirstlane_b32": _readfirstlane, "v_readlane_b32": _readlane,
     "v_writelane_b32": _writelane, "v_mbcnt_lo_u32_b32": _mbcnt(False), "v_mbcnt_hi_u32_b32": _mbcnt(True),
-    "v_swap_b32": _swap, "v_permlane16_swap_b32": _swap, "v_permlane32_swap_b32": _swap, "v_bitop3_b32": _bitop3,
+    "v_swap_b32": _swap, "v_permlane16_swap_b32": _swap, "v_permlane32_swap_b32": _swap, "v_bitop3_b32": _bitop3("u32"),
+    "v_bitop3_b16": _bitop3("u16"),
     "v_div_scale_f32": _div_scale, "v_div_fmas_f32": _div_fmas,
     "v_fma_mix_f32": _mix, "v_fma_mixlo_f16": _mix, "v_fma_mixhi_f16": _mix,
     "v_nop": lambda ins: lambda w: None,
