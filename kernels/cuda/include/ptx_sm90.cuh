@@ -9,7 +9,7 @@ MLA_DEVICE void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---- mbarrier -----------------------------------------------------------------------------------------------------------------
+// ---- mbarrier -------------------------------------------------------------------------------------------------------
 
 MLA_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -30,8 +30,8 @@ MLA_DEVICE bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
                : "memory");
   return done != 0;
 }
-// Returns once the phase of the given parity has completed. The loop is in PTX so that ptxas sees no branch of the source
-// between products in flight.
+// Returns once the phase of the given parity has completed. The loop is in PTX, so that ptxas sees no branch of the
+// source between products in flight.
 MLA_DEVICE void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n .reg .pred p;\nWAIT_%=:\n mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra DONE_%=;\n"
@@ -44,19 +44,25 @@ MLA_DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- proxies, registers, grids ------------------------------------------------------------------------------------------------
+// ---- proxies, registers, grids --------------------------------------------------------------------------------------
 
 // Shared memory written by ordinary stores becomes visible to wgmma and TMA.
 MLA_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-template <int REGISTERS> MLA_DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS> MLA_DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS> MLA_DEVICE void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> MLA_DEVICE void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 
-// ---- wgmma ordering -------------------------------------------------------------------------------------------------------------
+// ---- wgmma ordering -------------------------------------------------------------------------------------------------
 
 MLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MLA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> MLA_DEVICE void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> MLA_DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 
 // One thread of a converged warp.
 MLA_DEVICE bool elect_sync() {
@@ -65,15 +71,15 @@ MLA_DEVICE bool elect_sync() {
   return elected != 0;
 }
 
-// ---- TMA ------------------------------------------------------------------------------------------------------------------------
+// ---- TMA ------------------------------------------------------------------------------------------------------------
 
 // L2 cache policies as createpolicy would make them for the whole access.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 // Loads the map's box at element coordinates (c0, c1, c2), fastest first; its bytes complete on the barrier.
-MLA_DEVICE void cp_async_bulk_tensor_3d(
-    uint32_t shared, const TensorMap& map, int c0, int c1, int c2, uint32_t barrier, uint64_t policy) {
+MLA_DEVICE void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, int c0, int c1, int c2, uint32_t barrier,
+                                        uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
@@ -81,16 +87,18 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(
       : "memory");
 }
 
-// ---- named barriers, dependent grids --------------------------------------------------------------------------------------------
+// ---- named barriers, dependent grids --------------------------------------------------------------------------------
 
-MLA_DEVICE void bar_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+MLA_DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // The next grid of the stream may start once every block has said so or ended.
 MLA_DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Waits until the grids this one was launched behind have ended and their writes are visible.
 MLA_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// ---- special registers, read where they are asked for instead of kept in a register of the thread -------------------------------
+// ---- special registers, read where they are asked for instead of kept in a register of the thread -------------------
 
 MLA_DEVICE int tid_x() {
   int thread;

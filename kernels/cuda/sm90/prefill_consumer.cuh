@@ -69,7 +69,8 @@ struct Consumer {
     return next;
   }
 
-  // Rows of V past the last key may hold anything, and 0 * NaN is NaN. Every warpgroup writes the same zeros, so each orders only itself.
+  // Rows of V past the last key may hold anything, and 0 * NaN is NaN. Every warpgroup writes the same zeros, so each
+  // orders only itself.
   MLA_DEVICE void clear_v_past(int stage, int keys) const {
     if (keys >= kBlockN) return;
     uint8_t* rows = shared.v_bytes(stage) + keys * kSwizzleBytes;

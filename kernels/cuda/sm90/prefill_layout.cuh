@@ -1,8 +1,9 @@
-// What every role of the sm_90a prefill kernel shares: tile sizes, parameters, work items and the plan of shared memory.
+// What every role of the sm_90a prefill kernel shares: tile sizes, parameters, work items, the plan of shared memory.
 //
-// The host defines: MLA_ELEMENT (bf16 | fp16), MLA_OUTPUT (the same or float), MLA_NOPE_DIM, MLA_V_DIM, MLA_ROPE_KIND, MLA_PAGE_SIZE,
-// MLA_ROPE_BOX, MLA_ROPE_GATHER, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES and the tile: MLA_ROW_GROUPS, MLA_BLOCK_N,
-// MLA_STAGES_K, MLA_STAGES_V, MLA_CONSUMER_REGISTERS, MLA_PRODUCER_REGISTERS. "mask.cuh" is generated from the mask's program.
+// The host defines: MLA_ELEMENT (bf16 | fp16), MLA_OUTPUT (the same or float), MLA_NOPE_DIM, MLA_V_DIM, MLA_ROPE_KIND,
+// MLA_PAGE_SIZE, MLA_ROPE_BOX, MLA_ROPE_GATHER, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES, MLA_MASK_UNROLL and
+// the tile: MLA_ROW_GROUPS, MLA_BLOCK_N, MLA_STAGES_K, MLA_STAGES_V, MLA_CONSUMER_REGISTERS, MLA_PRODUCER_REGISTERS.
+// "mask.cuh" is generated from the mask's program.
 #pragma once
 #include "sequence.cuh"
 #include "paged.cuh"
@@ -13,7 +14,7 @@
 using Element = MLA_ELEMENT;
 using Output = MLA_OUTPUT;
 
-// ---- tiles ------------------------------------------------------------------------------------------------------------------------
+// ---- tiles ----------------------------------------------------------------------------------------------------------
 
 constexpr int kRopeDim = 64;
 constexpr int kBlockN = MLA_BLOCK_N;  // keys of a tile
@@ -24,7 +25,8 @@ static_assert(kRowGroups * MLA_CONSUMER_REGISTERS + MLA_PRODUCER_REGISTERS <=
                   65536 / MLA_THREADS / 8 * 8 * (kRowGroups + 1),
               "setmaxnreg would wait for ever");
 
-// Rope rows come in TMA boxes of kRopeBox rows (0: never), or are gathered row by row where pages or a chunk's start do not allow it.
+// Rope rows come in TMA boxes of kRopeBox rows (0: never), or are gathered row by row where pages or a chunk's start do
+// not allow it.
 constexpr int kRopeBox = MLA_ROPE_BOX;
 constexpr bool kRopeGather = MLA_ROPE_GATHER;
 static_assert(kRopeBox % 8 == 0 && (kRopeBox == 0 || kBlockN % kRopeBox == 0), "boxes fill whole swizzle atoms");
@@ -34,7 +36,7 @@ static_assert(kRopeBox > 0 || kRopeGather, "rope has to come from somewhere");
 constexpr bool kScaleScores = MLA_SCALE_SCORES;
 static_assert(!(MLA_SOFTCAP || MLA_MASK_BIASES) || MLA_SCALE_SCORES, "softcap and bias act on scaled scores");
 
-// ---- parameters -------------------------------------------------------------------------------------------------------------------
+// ---- parameters -----------------------------------------------------------------------------------------------------
 
 struct PrefillParams {
   TensorMap q, k, v, rope;
@@ -56,7 +58,7 @@ struct PrefillParams {
   int heads;
 };
 
-// ---- work items -------------------------------------------------------------------------------------------------------------------
+// ---- work items -----------------------------------------------------------------------------------------------------
 
 // A block of query rows of one head of one sequence, as the producer hands it to a row group.
 struct alignas(16) Item {
@@ -82,7 +84,8 @@ enum TileClass : uint32_t {
   kEnd = 4
 };
 
-// A key tile and classes, one for each row group, in a word; between them room for the place of its V: bit 0 the stage, bit 1 the phase.
+// A key tile and classes, one for each row group, in a word; between them room for the place of its V: bit 0 the stage,
+// bit 1 the phase.
 constexpr int kTileBits = 18, kPlaceBits = 2, kClassBits = 4;
 constexpr uint32_t kTileMask = (1u << kTileBits) - 1, kClassesMask = ~0u << (kTileBits + kPlaceBits);
 constexpr uint32_t kEndOfAll = 0x444u << (kTileBits + kPlaceBits);
@@ -101,8 +104,8 @@ MLA_DEVICE int tile_in(uint32_t tag) { return tag & kTileMask; }
 MLA_DEVICE int v_stage_in(uint32_t tag) { return tag >> kTileBits & 1; }
 MLA_DEVICE uint32_t v_phase_in(uint32_t tag) { return tag >> (kTileBits + 1) & 1; }
 
-// How the rope rows of a K tile come. The tiles go round the rope warps, each of which has a mailbox: it is free again when its tile has
-// been consumed, and that is long before the producer comes round.
+// How the rope rows of a K tile come. The tiles go round the rope warps, each of which has a mailbox: it is free again
+// when its tile has been consumed, and that is before the producer comes round.
 constexpr int kRopeWarps = 3;
 static_assert(kStagesK <= kRopeWarps, "a mailbox is read before it is written again");
 enum RopeSource : int { kRopeByTma = 0, kRopeByCopy = 1, kRopeNoMore = 2 };
@@ -113,7 +116,7 @@ struct alignas(16) RopeJob {
   int source;
 };
 
-// ---- shared memory ----------------------------------------------------------------------------------------------------------------
+// ---- shared memory --------------------------------------------------------------------------------------------------
 
 constexpr int kSwizzleBytes = 128;  // one row of a sub-tile: 64 elements
 constexpr int kQkBlocks = (MLA_NOPE_DIM + kRopeDim) / 64;  // 64-column sub-tiles of q and k; the last one is rope
@@ -133,9 +136,8 @@ constexpr int kOffsetQ = kOffsetV + kStagesV * kVBytes;
 constexpr int kMostStagesV = 2;
 static_assert(kStagesV <= kMostStagesV, "a bit of the tag");
 constexpr int kVStride = kSpareV ? kOffsetQ + (kRowGroups - 1) * kQBytes - kOffsetV : kVBytes;
-constexpr int kOffsetItems =
-    kOffsetQ + kRowGroups * kQBytes +
-    (kSpareV && kVBytes > kQBytes ? kVBytes - kQBytes : 0);  // by row group: two buffers and the producer's draft
+constexpr int kSpareBytes = kSpareV && kVBytes > kQBytes ? kVBytes - kQBytes : 0;
+constexpr int kOffsetItems = kOffsetQ + kRowGroups * kQBytes + kSpareBytes;  // two buffers and the producer's draft
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetTags = kOffsetJobs + kRopeWarps * int(sizeof(RopeJob));
@@ -165,24 +167,21 @@ struct Shared {
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
   MLA_DEVICE RopeJob* job(int warp) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + warp; }
   MLA_DEVICE uint32_t* tag(int stage) const { return reinterpret_cast<uint32_t*>(bytes + kOffsetTags) + 2 * stage; }
-  // mbarriers                                                                  signalled by -> waited for by
-  MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }  // producer, TMA -> consumers of the row group
-  MLA_DEVICE uint32_t q_empty(int group) const {
-    return barrier(kRowGroups + group);
-  }  // those consumers' warps -> producer
-  MLA_DEVICE uint32_t k_full(int stage) const {
-    return barrier(2 * kRowGroups + stage);
-  }  // producer, TMA, rope warp -> consumers
-  MLA_DEVICE uint32_t k_empty(int stage) const {
-    return barrier(2 * kRowGroups + kStagesK + stage);
-  }  // consumers' warps -> producer
-  MLA_DEVICE uint32_t v_full(int stage) const {
-    return barrier(2 * kRowGroups + 2 * kStagesK + stage);
-  }  // producer, TMA -> consumers
-  MLA_DEVICE uint32_t v_empty(int stage) const {  // consumers' warps -> producer
-    return barrier(2 * kRowGroups + 2 * kStagesK + kMostStagesV + stage);
-  }
-  MLA_DEVICE uint32_t job_full(int warp) const {  // producer -> rope warp
+  // mbarriers, with who arrives and who waits
+  // producer and TMA -> the consumer of the row group
+  MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }
+  // that consumer's warps -> producer
+  MLA_DEVICE uint32_t q_empty(int group) const { return barrier(kRowGroups + group); }
+  // producer, TMA and, where rope rows may be gathered, a rope warp -> consumers
+  MLA_DEVICE uint32_t k_full(int stage) const { return barrier(2 * kRowGroups + stage); }
+  // consumers' warps -> producer
+  MLA_DEVICE uint32_t k_empty(int stage) const { return barrier(2 * kRowGroups + kStagesK + stage); }
+  // producer and TMA -> consumers
+  MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }
+  // consumers' warps -> producer
+  MLA_DEVICE uint32_t v_empty(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + kMostStagesV + stage); }
+  // producer -> rope warp
+  MLA_DEVICE uint32_t job_full(int warp) const {
     return barrier(2 * kRowGroups + 2 * kStagesK + 2 * kMostStagesV + warp);
   }
 

@@ -176,7 +176,7 @@ struct Producer {
     k.advance();
   }
 
-  // Stage and phase of V of the tile whose K was loaded at `count`, as the tag has them. Stages of V go round like those of K.
+  // Stage and phase of V of the tile whose K was loaded at `count`, as the tag has them.
   MLA_DEVICE uint32_t v_place(uint32_t count) const {
     const uint32_t index = count - kStagesK;
     return items->v_stages == 1 ? (index & 1) << 1 : index & 3;
@@ -185,9 +185,10 @@ struct Producer {
   // V of the tile whose K was loaded `back` stages ago.
   MLA_DEVICE void load_v(int back) {
     const uint32_t count = k.count - back, place = v_place(count);
-    const int stage = place & 1, first = tile_in(*shared.tag(count % kStagesK)) * kBlockN;
+    const int stage = place & 1;
     mbarrier_wait_parity(shared.v_empty(stage), place >> 1 ^ 1);
     if (lead()) {
+      const int first = tile_in(*shared.tag(count % kStagesK)) * kBlockN;
       const uint32_t full = shared.v_full(stage);
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
@@ -197,8 +198,8 @@ struct Producer {
     }
   }
 
-  // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first; later the first K goes
-  // ahead, because it need not wait for the previous item's last product.
+  // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first;
+  // later the first K goes ahead, because it need not wait for the previous item's last product.
   MLA_DEVICE void load() {
     TileWalk walk{ceil_div(items->n_keys, 32 * kBlockN), 0, 0};
     uint32_t tile = next_tile(p, items, walk);
@@ -228,7 +229,7 @@ MLA_DEVICE int claim(const PrefillParams& p) {
   return __shfl_sync(~0u, item, 0);
 }
 
-// The table lies in shared memory where the block made it itself. Read anew for each item: the producer has few registers.
+// The table lies in shared memory where the block made it itself. Read anew for each item: registers are few.
 MLA_DEVICE bool take_item(Producer& producer, int index) {
   const PrefillParams& p = producer.p;
   const bool own = p.table == nullptr;

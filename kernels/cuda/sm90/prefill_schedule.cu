@@ -1,8 +1,9 @@
 // Orders the sequences of a large batch for prefill.cu: one block writes a table of entries by falling key count.
 //
-// A counting sort in two passes over the sequences, O(B). Buckets are eight to an octave of key counts, so entries are sorted within 12 %;
-// within a bucket the order is that of arrival, on which no result depends. A bucket counts sequences (upper half) and items (lower half) in
-// one word, so one atomic gives a sequence both its place in the table and its first item.
+// A counting sort in two passes over the sequences, O(B). Buckets are eight to an octave of key counts, so entries are
+// sorted within 12 %; within a bucket the order is that of arrival, on which no result depends. A bucket counts
+// sequences (upper half) and items (lower half) in one word: one atomic gives a sequence both its place and its first
+// item.
 #include "prefill_schedule.cuh"
 #include "ptx_sm90.cuh"
 

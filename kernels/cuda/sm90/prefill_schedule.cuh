@@ -1,11 +1,13 @@
-// The order of work of a prefill call, from the lengths of its sequences: computed on the device, the same for every block.
+// The order of work of a prefill call, from the lengths of its sequences: computed on the device, the same in every
+// block.
 //
-// An item is up to kRowGroups blocks of 64 query rows of one head: they share its keys and values as these stream by. What a row computes
-// does not depend on the rows it is grouped with, so grouping and order follow the batch and results do not.
-//   Many items: groups of neighbouring blocks. Sequences by falling key count; heads in groups whose keys and values fit L2; in a group,
-//   blocks from the last (with a causal mask the longest) to the first, heads innermost.
-//   No more than one item for each thread block of the grid: as few blocks an item as that takes, long ones with short ones, so that all
-//   items end at about the same time.
+// An item is up to kRowGroups blocks of 64 query rows of one head: they share its keys and values as these stream by.
+// What a row computes does not depend on the rows it is grouped with: grouping and order follow the batch, results do
+// not.
+//   Many items: groups of neighbouring blocks. Sequences by falling key count; heads in groups whose keys and values
+//   fit L2; in a group, blocks from the last (with a causal mask the longest) to the first, heads innermost. No more
+//   than one item for each thread block of the grid: as few blocks an item as that takes, long ones with short ones, so
+//   that all items end at about the same time.
 //
 // The host defines MLA_NOPE_DIM, MLA_V_DIM, MLA_ROW_GROUPS.
 #pragma once
@@ -24,7 +26,8 @@ struct Grouping {
   int spread;
 };
 
-// One sequence, in the order of work. A table of n sequences ends with an entry for the whole: the number of items and the grouping.
+// One sequence, in the order of work. A table of n sequences ends with an entry for the whole: the number of items and
+// the grouping.
 struct ScheduleEntry {
   int first_item;
   int sequence;

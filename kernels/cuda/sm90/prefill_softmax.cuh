@@ -1,9 +1,10 @@
-// Online softmax of one warpgroup: a thread holds two rows (r = 0, 1; eight apart) of a score tile, columns 8j + 2t + e.
+// Online softmax of one warpgroup: a thread holds two rows (r = 0, 1; eight apart) of a score tile, columns
+// 8j + 2t + e of each: element 4j + 2r + e.
 #pragma once
 #include "prefill_layout.cuh"
 
-// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost. Decided for each
-// row by itself, so that its bits do not depend on its neighbours.
+// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost.
+// Decided for each row by itself, so that its bits do not depend on its neighbours.
 constexpr float kGrowth = 8.0f;
 
 // Sums of one thread's two rows; m is the reference of the exponent, l this thread's share of the denominator.
@@ -37,7 +38,8 @@ MLA_DEVICE void mask_scores(float (&s)[W / 2], const PrefillParams& p, const Ite
     for (int i = 0; i < W / 2; i++) s[i] = (i / 4) * 8 + (i & 1) < limit ? s[i] : -infinity();
   }
 #if !MLA_MASK_ALWAYS
-  // Positions relative to the first column, hidden from the compiler's algebra: `k <= q` then compares a constant with a register.
+  // Positions relative to the first column, hidden from the compiler's algebra: `k <= q` then compares a constant with
+  // a register.
   const int k_position = item.k_position + key;
   int ahead = item.q_position + q_row - k_position;
   asm volatile("" : "+r"(ahead));
@@ -49,7 +51,8 @@ MLA_DEVICE void mask_scores(float (&s)[W / 2], const PrefillParams& p, const Ite
       s[i] = visible ? s[i] : -infinity();
     }
   } else {
-    // An expression of several comparisons, unrolled, takes more registers than there are: first the answers of a part in a word, then the selects.
+    // An expression of several comparisons, unrolled, takes more registers than there are: first the answers of a part
+    // in a word, then the selects.
     constexpr int kPart = W / 2 < 32 ? W / 2 : 32;
 #pragma unroll
     for (int part = 0; part < W / 2; part += kPart) {
@@ -66,7 +69,7 @@ MLA_DEVICE void mask_scores(float (&s)[W / 2], const PrefillParams& p, const Ite
 #endif
 }
 
-// Takes the tile's maxima in; returns whether any row of the warp moved its reference, by factor alpha (1 for the others).
+// Takes the tile's maxima in; returns whether any row of the warp moved its reference, by alpha (1 for the others).
 template <int W>
 MLA_DEVICE bool move_reference(const float (&s)[W / 2], RowSums& sums, float (&alpha)[2], float scale) {
   bool moved = false;
