@@ -197,6 +197,6 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             small(ids)
     module = model.model.layers[0].self_attn
     query, key, value = (torch.randn(1, 4, 5, width) for width in (192, 192, 128))
-    for kwargs in ({"sliding_window": 4}, {"softcap": 30.0}, {"is_causal": False}):
+    for kwargs in ({"sliding_window": 4}, {"softcap": 30.0}, {"indices": torch.zeros(1)}, {"is_causal": False}):
         with pytest.raises(UnsupportedError):
             attention_forward(module, query, key, value, None, **kwargs)

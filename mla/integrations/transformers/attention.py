@@ -21,7 +21,7 @@ from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
 NAME = "mla_prefill"
 
 #: Arguments of transformers' attention functions that change the result and are not served.
-_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+_REFUSED = ("sliding_window", "softcap", "s_aux", "indices", "position_bias", "head_mask")
 
 
 def register(name: str = NAME) -> None:
