@@ -30,7 +30,7 @@ PREFILL = {
     "swizzle_of_reads_only": ("key_place(row, 2 * i + half) +", "row * kKeyPitch + (2 * i + half) * kChunkBytes +"),
     "page_index_wrong": ("source.offset + key) / kPageSize]", "source.offset + key) / kPageSize ^ 1]"),
     "diagonal_shifted": ("mask_visible(mask, b, h, first + ahead,", "mask_visible(mask, b, h, first + ahead + 1,"),
-    "rows_not_clamped": ("WHOLE ? row : min(row, last)", "row"),
+    "rows_not_clamped": ("WHOLE ? row : smaller(row, last)", "row"),
     "rescale_dropped": ("o[d] *= alpha;", "o[d] *= 1.0f;"),
     "key_order_of_values": ("(chunk % 2 + 2 * half) * 4", "(2 * (chunk % 2) + half) * 4"),
 }

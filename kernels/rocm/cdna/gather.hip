@@ -54,7 +54,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) mla_gather(GatherParams p)
   const int lane = lane_id(), column = lane * kChunk;
   const int64_t first = (int64_t(workgroup_x()) * kWaves + wave_id()) * kRows;
   const int wanted = p.length != nullptr ? *p.length : p.rows;
-  const int end = min(wanted, p.rows);
+  const int end = smaller(wanted, p.rows);
   if (first >= end) return;
 
   RowSource source = {nullptr, nullptr};

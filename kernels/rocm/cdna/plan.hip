@@ -2,7 +2,7 @@
 //
 //   A[s] = round_up(cached[s] + new[s], P)      S[s] = A[0] + ... + A[s-1]      E = S[B]
 //   buffer_row_offsets[c][s] = clamp(S[s] - c*N, 0, N), s = 0..B        cache_offsets[c][s] = clamp(c*N - S[s], 0, A[s])
-//   buffer_lengths[c] = c*N < E ? min(E - c*N, N) : -1                  required_chunks = ceil(E / N)
+//   buffer_lengths[c] = c*N < E ? smaller(E - c*N, N) : -1                  required_chunks = ceil(E / N)
 //
 // Grid: x = tiles of sequences, y = groups of chunks (rows y, y + groups, ... of the tables).
 //

@@ -94,7 +94,7 @@ MLA_DEVICE int class_of(const PrefillParams& p, const Item& item, int q_lo, int 
 #if MLA_MASK_ALWAYS
   return kTileVisible;
 #else
-  const int k_lo = item.s.offset + tile * kBlockN, k_hi = item.s.offset + min(item.s.n_keys, (tile + 1) * kBlockN) - 1;
+  const int k_lo = item.s.offset + tile * kBlockN, k_hi = item.s.offset + smaller(item.s.n_keys, (tile + 1) * kBlockN) - 1;
   return mask_tile_class(p.mask, item.b, item.h, item.s.start + q_lo, item.s.start + q_hi, k_lo, k_hi);
 #endif
 }
@@ -185,11 +185,11 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   if (!find_item(p, item)) return;
 
   const Sequence& s = item.s;
-  const int wave_first = item.first + wave_id() * kRowsPerWave, wave_last = min(wave_first + kRowsPerWave, s.new_) - 1;
-  const int group_last = min(item.first + kBlockM, s.new_) - 1;
+  const int wave_first = item.first + wave_id() * kRowsPerWave, wave_last = smaller(wave_first + kRowsPerWave, s.new_) - 1;
+  const int group_last = smaller(item.first + kBlockM, s.new_) - 1;
   const int row = wave_first + lane_id() % 32;
   Queries q;
-  q.load(p, item, min(row, s.new_ - 1));
+  q.load(p, item, smaller(row, s.new_ - 1));
 
   RowState state;
   f32x16 o[kVDim / 32] = {};

@@ -26,7 +26,7 @@ MLA_DEVICE Slot sorted_slot(const SequenceArgs& args, int batch_size, int slot) 
     const int other_keys = __builtin_amdgcn_readlane(keys, other), other_tiles = __builtin_amdgcn_readlane(tiles, other);
     first += other_keys > keys || (other_keys == keys && other < lane) ? other_tiles : 0;
   }
-  const uint64_t owner = __builtin_amdgcn_ballot_w64(first <= slot && slot < first + tiles);
+  const uint64_t owner = ballot(first <= slot && slot < first + tiles);
   if (owner == 0) return {0, -1};
   const int sequence = __builtin_ctzll(owner);
   return {sequence, slot - __builtin_amdgcn_readlane(first, sequence)};

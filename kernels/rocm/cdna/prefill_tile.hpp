@@ -113,13 +113,13 @@ struct TileRegisters {
   MLA_DEVICE void fetch_pages(const KeySource& source, int tile) {
     if constexpr (MLA_ROPE_KIND == kRopePaged) {
       if constexpr (kRopeScaled) {
-        const int key = min(tile * kBlockN + lane_id() % kBlockN, source.n_keys - 1);
+        const int key = smaller(tile * kBlockN + lane_id() % kBlockN, source.n_keys - 1);
         scale_page = source.rope_pages[uint32_t(source.offset + key) / kPageSize];
       }
       if (!has_rope()) return;
 #pragma unroll
       for (int i = 0; i < kRope; ++i) {
-        const int key = min(tile * kBlockN + item(i) / kRopeRowChunks, source.n_keys - 1);
+        const int key = smaller(tile * kBlockN + item(i) / kRopeRowChunks, source.n_keys - 1);
         page[i] = source.rope_pages[uint32_t(source.offset + key) / kPageSize];
       }
     }
@@ -133,7 +133,7 @@ struct TileRegisters {
   // WHOLE: all keys of the tile count. The lanes' offsets then are the same for every tile.
   template <bool WHOLE> MLA_DEVICE void fetch_rows(const KeySource& source, int tile) {
     const int first = tile * kBlockN, last = source.n_keys - 1 - first;
-    const auto row_of = [&](int row) { return uint32_t(WHOLE ? row : min(row, last)); };
+    const auto row_of = [&](int row) { return uint32_t(WHOLE ? row : smaller(row, last)); };
     const uint8_t* k = source.k + int64_t(first) * source.k_stride;
 #pragma unroll
     for (int i = 0; i < kNope; ++i)

@@ -5,7 +5,9 @@
 typedef short s16x4 __attribute__((ext_vector_type(4)));
 typedef _Float16 h16x4 __attribute__((ext_vector_type(4)));
 typedef _Float16 h16x8 __attribute__((ext_vector_type(8)));
+#if defined(__gfx950__)  // older compilers have no __bf16
 typedef __bf16 b16x8 __attribute__((ext_vector_type(8)));
+#endif
 
 // D[32, 32] = A[32, 16] B[16, 32] + C. A lane gives 8 elements of row (column of B) lane % 32: the elements of lanes l and l + 32
 // together are the 16 of the sum, in any order that A and B share. It gets D[(r / 4) * 8 + (lane / 32) * 4 + r % 4][lane % 32], r < 16.

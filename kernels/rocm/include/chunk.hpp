@@ -14,7 +14,7 @@ template <> struct AccessOf<16> { using type = u32x4; };
 
 template <typename T> struct Chunk {
   static constexpr int kBytes = kChunk * sizeof(T);
-  static constexpr int kAccessBytes = kBytes < MLA_ALIGNMENT ? kBytes : min(MLA_ALIGNMENT, 16);
+  static constexpr int kAccessBytes = kBytes < MLA_ALIGNMENT ? kBytes : smaller(MLA_ALIGNMENT, 16);
   using Access = typename AccessOf<kAccessBytes>::type;
   union {
     T v[kChunk];

@@ -3,7 +3,7 @@
 //   new    = cu_seqlens_q[b+1] - cu_seqlens_q[b]           rows = cu_seqlens_k[b+1] - cu_seqlens_k[b]
 //   length = paged: lengths[b] (+ new unless it includes them);  batched: rope_rows;  ragged: rows;   kv_lengths[b] overrides it
 //   start  = length - new, for paged and batched before any override;                                start_positions[b] overrides it
-//   n_keys = min(rows, max(0, length - offset)),  offset = cache_offsets[b] or 0
+//   n_keys = smaller(rows, max(0, length - offset)),  offset = cache_offsets[b] or 0
 // The including file is compiled with MLA_ROPE_KIND defined: a value of RopeKind.
 #pragma once
 #include "types.hpp"
@@ -45,6 +45,6 @@ MLA_DEVICE Sequence geometry_of(const SequenceArgs& args, int b) {
   s.start = (MLA_ROPE_KIND == kRopeRagged ? length : own_length) - s.new_;
   if (args.start_positions != nullptr) s.start = args.start_positions[b];
   const int visible = length - s.offset;
-  s.n_keys = visible < 0 ? 0 : min(visible, rows);
+  s.n_keys = visible < 0 ? 0 : smaller(visible, rows);
   return s;
 }

@@ -38,7 +38,7 @@ template <typename A, typename B> constexpr bool is_same = false;
 template <typename A> constexpr bool is_same<A, A> = true;
 
 MLA_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-MLA_DEVICE constexpr int min(int a, int b) { return a < b ? a : b; }
+MLA_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 MLA_DEVICE float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 MLA_DEVICE uint32_t as_uint(float x) { return __builtin_bit_cast(uint32_t, x); }

@@ -32,4 +32,12 @@ template <typename T> MLA_DEVICE T* shuffle(T* pointer, int lane) {
   return reinterpret_cast<T*>(shuffle(reinterpret_cast<int64_t>(pointer), lane));
 }
 
-MLA_DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+// One bit a lane.
+MLA_DEVICE uint64_t ballot(bool x) {
+#if __has_builtin(__builtin_amdgcn_ballot_w64)
+  return __builtin_amdgcn_ballot_w64(x);
+#else
+  return __builtin_amdgcn_uicmp(uint32_t(x), 0u, 33);  // 33: not equal
+#endif
+}
+MLA_DEVICE bool any_lane(bool x) { return ballot(x) != 0; }
