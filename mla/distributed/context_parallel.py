@@ -114,8 +114,8 @@ def context_parallel_prefill(
     Notes
     -----
     Needs what `mla.chunked_prefill` needs for H / world heads, and at most three f32 results [T, H / world, dv] beside
-    the one that grows, and two copies of q and weight, however many ranks there are. Each rank merges in an order of its
-    own, always the same: the result is deterministic. Nothing synchronises but the plan (`mla.chunked_prefill`).
+    the one that grows, and two copies of q and weight, however many ranks there are. Each rank merges in an order of
+    its own, always the same: the result is deterministic. Nothing synchronises but the plan (`mla.chunked_prefill`).
     """
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
