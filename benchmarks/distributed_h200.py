@@ -3,10 +3,10 @@
     NCCL_NVLS_ENABLE=0 torchrun --standalone --nproc-per-node 2 benchmarks/distributed_h200.py --json result.json
 
 Every rank also holds the whole problem and computes the answer of one GPU itself. Times are medians over runs of the
-slowest rank's time, by events. "work" is the context-parallel call with its transfers left out (each rank then takes its
-own queries for the others'), "transfers" is the call with its attention left out, "hidden" the share of the shorter of
-the two that does not show in the whole. Without a GPU the same script runs small on gloo and checks itself; its times
-then mean nothing.
+slowest rank's time, by events. "work" is the context-parallel call with its transfers left out (each rank then takes
+its own queries for the others'), "transfers" is the call with its attention left out, "hidden" the share of the shorter
+of the two that does not show in the whole. Without a GPU the same script runs small on gloo and checks itself; its
+times then mean nothing.
 """
 
 from __future__ import annotations

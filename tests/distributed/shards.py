@@ -116,6 +116,10 @@ class Problem:
     def totals(self) -> torch.Tensor:
         return torch.tensor([cached + new for cached, new in self.case.lengths], device=self.device)
 
+    @property
+    def starts(self) -> torch.Tensor:
+        return torch.tensor(self.data.cached, device=self.device)
+
 
 def build(case: Case, device: torch.device | str = "cpu") -> Problem:
     """Make the whole problem."""
@@ -130,10 +134,11 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
 
 def one_device(problem: Problem, target: str = "cpu", **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and LSE [T, H] of one device that has everything."""
+    case = problem.case
     arguments = {"q": problem.q, "weight": problem.weight, "mask": problem.mask, "sinks": problem.sinks, **changes}
     result = mla.chunked_prefill(
         kv_collection=problem.data.cache, layer_idx=0, input_row_offsets=problem.data.input_row_offsets, scale=SCALE,
-        buffer_token_size=problem.case.buffer, softcap=problem.case.softcap, return_lse=True, target=target, **arguments,
+        buffer_token_size=case.buffer, softcap=case.softcap, return_lse=True, target=target, **arguments,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result
@@ -146,7 +151,7 @@ def shard_of(case: Case, totals: torch.Tensor, rank: int, world: int) -> KeyShar
 
 
 def own_cache(problem: Problem, keys: KeyShard, target: str = "cpu") -> mla.PagedKVCacheCollection:
-    """Store a rank's rows into pages of its own as an engine would: the cached tokens in one step, the new ones in another.
+    """Store a rank's rows into pages of its own as an engine would: the cached tokens in one step, the new in another.
 
     Slots of no token hold NaN, unused entries of the page table garbage.
     """
@@ -170,22 +175,28 @@ def own_cache(problem: Problem, keys: KeyShard, target: str = "cpu") -> mla.Page
     return mla.PagedKVCacheCollection.from_pages(pool, table.to(device), seq_lens=lengths.to(device, torch.int32))
 
 
+def share_of_heads(problem: Problem, rank: int, world: int) -> tuple[slice, torch.Tensor, torch.Tensor | None]:
+    """Return a rank's heads, and weight and sinks of them."""
+    count = problem.case.heads // world
+    heads = slice(rank * count, (rank + 1) * count)
+    weight = problem.weight.view(problem.case.heads, -1)[heads].reshape(-1, 512)
+    return heads, weight, None if problem.sinks is None else problem.sinks[heads]
+
+
 def run_context_parallel(problem: Problem, rank: int, world: int, target: str = "cpu") -> tuple[torch.Tensor, ...]:
     """Return a rank's output and LSE as the function gives them."""
     case, totals = problem.case, problem.totals
     keys = shard_of(case, totals, rank, world)
-    heads = slice(rank * case.heads // world, (rank + 1) * case.heads // world)
+    heads, weight, sinks = share_of_heads(problem, rank, world)
     more: dict[str, Any] = {
         "lengths": {"seq_lens_cpu": keys.lengths(totals).tolist()},
         "chunks": {"max_chunks": 9},
         "nothing": {},
     }[case.plan]
     result = context_parallel_prefill(
-        problem.q[:, heads], own_cache(problem, keys, target), 0, problem.weight.view(case.heads, -1)[heads].view(-1, 512),
-        problem.data.input_row_offsets, problem.mask, SCALE, keys=keys,
-        start_positions=torch.tensor(problem.data.cached, device=problem.device), buffer_token_size=case.buffer,
-        return_lse=True, lse_layout=case.lse_layout, sinks=None if problem.sinks is None else problem.sinks[heads],
-        softcap=case.softcap, target=target, **more,
+        problem.q[:, heads], own_cache(problem, keys, target), 0, weight, problem.data.input_row_offsets, problem.mask,
+        SCALE, keys=keys, start_positions=problem.starts, buffer_token_size=case.buffer, return_lse=True,
+        lse_layout=case.lse_layout, sinks=sinks, softcap=case.softcap, target=target, **more,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result
@@ -193,11 +204,10 @@ def run_context_parallel(problem: Problem, rank: int, world: int, target: str = 
 
 def run_head_parallel(problem: Problem, rank: int, world: int, target: str = "cpu") -> tuple[torch.Tensor, ...]:
     case = problem.case
-    heads = slice(rank * case.heads // world, (rank + 1) * case.heads // world)
+    heads, weight, sinks = share_of_heads(problem, rank, world)
     result = head_parallel_prefill(
-        problem.q[:, heads], problem.data.cache, 0, problem.weight.view(case.heads, -1)[heads].view(-1, 512),
-        problem.data.input_row_offsets, problem.mask, SCALE, buffer_token_size=case.buffer, return_lse=True,
-        sinks=None if problem.sinks is None else problem.sinks[heads], softcap=case.softcap, target=target,
+        problem.q[:, heads], problem.data.cache, 0, weight, problem.data.input_row_offsets, problem.mask, SCALE,
+        buffer_token_size=case.buffer, return_lse=True, sinks=sinks, softcap=case.softcap, target=target,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result

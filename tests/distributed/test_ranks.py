@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.shards import CASES, Case, build, one_device, run_ranks
+from tests.distributed.shards import CASES, Case, build, one_device, run_ranks, share_of_heads
 from tests.support.tolerance import assert_lse, assert_output
 
 
@@ -36,18 +36,12 @@ def test_heads_on_several_ranks(ranks: list[Any], index: int) -> None:
     case: Case = CASES[index]
     problem = build(case)
     expected, expected_lse = one_device(problem)
-    count = case.heads // len(ranks)
     for r, rank in enumerate(ranks):
-        heads = slice(r * count, (r + 1) * count)
+        heads, weight, sinks = share_of_heads(problem, r, len(ranks))
         output, lse = rank[index]["heads"]
         assert_output(output, expected[:, heads], case.dtype, factor=2)
         assert_lse(lse, expected_lse[:, heads], case.dtype, factor=2)
         if case.mask in ("heads", "bias"):
             continue  # what these masks say of a head depends on its number
-        own = one_device(
-            problem,
-            q=problem.q[:, heads],
-            weight=problem.weight.view(case.heads, -1)[heads].view(-1, 512),
-            sinks=None if problem.sinks is None else problem.sinks[heads],
-        )
+        own = one_device(problem, q=problem.q[:, heads], weight=weight, sinks=sinks)
         assert torch.equal(output, own[0]) and torch.equal(lse, own[1])
