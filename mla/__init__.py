@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla import torch_ops  # noqa: F401  (registers torch.ops.mla)
+from mla import logging, torch_ops  # noqa: F401  (torch_ops registers torch.ops.mla)
 from mla.chunked import chunked_prefill
 from mla.dispatch import explain
 from mla.errors import (
@@ -37,6 +37,7 @@ from mla.plan import PlanChunk, PrefillPlan, generic_flare_mla_prefill_ragged_pa
 from mla.prefill import flare_mla_prefill, prefill
 from mla.registry import register
 from mla.target import Target
+from mla.warmup import warmup
 from mla.workspace import workspace_size
 
 __all__ = [
@@ -75,5 +76,8 @@ __all__ = [
     "prefill",
     "prefill_plan",
     "register",
+    "warmup",
     "workspace_size",
 ]
+
+logging.set_level_from_environment()

@@ -58,6 +58,17 @@ def forget() -> None:
             memo.clear()
 
 
+Watcher = Callable[["Implementation", Problem, Runner], Runner]
+_watcher: Watcher | None = None
+
+
+def watch(watcher: Watcher | None) -> None:
+    """Let `watcher` put a callable of its own in the place of each prepared one; None ends that."""
+    global _watcher
+    _watcher = watcher
+    forget()
+
+
 registry.on_change(forget)
 _runners = Memo()
 _choices = Memo()
@@ -88,8 +99,11 @@ def resolve(problem: Problem, target: Target | str, device: torch.device) -> Run
         with _lock:  # one compile a problem, however many threads ask
             runner = _runners.get(key)
             if runner is None:
-                entry = chosen(problem, target, device).load()
-                runner = _runners.remember(key, entry.prepare(problem, device))
+                implementation = chosen(problem, target, device)
+                runner = implementation.load().prepare(problem, device)
+                if _watcher is not None:
+                    runner = _watcher(implementation, problem, runner)
+                _runners.remember(key, runner)
     return cast("Runner", runner)
 
 
@@ -155,7 +169,7 @@ def explain(
     problem = dataclasses.replace(problem, **fields)
     if device is not None:
         return _explain(problem, parsed, torch.device(device))
-    return _explain(problem, parsed, _device_here(parsed) if parsed.arch is None else None)
+    return _explain(problem, parsed, device_here(parsed) if parsed.arch is None else None)
 
 
 @functools.cache
@@ -186,8 +200,9 @@ def _check_device(target: Target, device: torch.device) -> None:
         raise DeviceError(f"target {str(target)!r} names {target.arch}, but {device} is {device_arch(device)}")
 
 
-def _device_here(target: Target) -> torch.device | None:
-    """Find the device that a call on this target would most likely run on."""
+def device_here(target: Target | str) -> torch.device | None:
+    """Return the device that a call on a target would most likely run on, where there is one."""
+    target = _parse(target)
     gpu = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     for device in (*gpu, torch.device("cpu")):
         if any(runs_on(backend, device) for backend in target.backends):

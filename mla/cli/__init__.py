@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mla.cli import bench, check, compile, demo, doctor, explain
+from mla.cli import bench, cache, check, compile, demo, doctor, explain, replay
 from mla.errors import CompileError, MlaError, TargetError, UnsupportedError
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app.command("explain")(explain.explain)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.command("compile")(compile.compile_)
+app.command("replay")(replay.replay)
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:

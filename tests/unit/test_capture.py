@@ -1,4 +1,4 @@
-"""What a captured graph promises, as far as the CPU can tell: no value is read by the host, replays follow the memory."""
+"""What a captured graph promises, as far as the CPU can tell: the host reads no value, replays follow the memory."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class TestRefusedWhileCapturing:
 
     def test_a_mask_whose_tensor_was_copied(self) -> None:
         for lengths in (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)):  # the second: on the CPU
-            with pytest.raises(DeviceError, match="a tensor captured by CausalPaddingMask .* replay would not see"):
+            with pytest.raises(DeviceError, match=r"a tensor captured by CausalPaddingMask .* replay would not see"):
                 self.run(masks.CausalPaddingMask(lengths), max_chunks=9)
 
     def test_checks_of_values(self) -> None:

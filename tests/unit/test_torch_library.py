@@ -42,8 +42,8 @@ def operands(name: str, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[tuple
         last = None, None, torch.randn(HEADS), 0.0, True, "cpu"
         mask = masks.CausalPaddingMask(torch.tensor([70, 60, 0, 34]))
         return (
-            torch.zeros_like(part), torch.zeros_like(lse), None, q, *cache.operands, weight, offsets, *mask.operands, 0.07,
-            *tables, 48, None, None, *last,
+            torch.zeros_like(part), torch.zeros_like(lse), None, q, *cache.operands, weight, offsets, *mask.operands,
+            0.07, *tables, 48, None, None, *last,
         ), {}  # fmt: skip
     problem = build(Case(mask="causal_bias", sinks=True, poison=0.0))
     o, sinks = problem.operands, problem.keywords["sinks"]
@@ -171,8 +171,8 @@ class TestTracing:
             out = mla.chunked_prefill(q, cache, 0, weight, offsets, mask, 0.07, plan=plan, target="cpu")
             latent, kv = q.new_zeros(48, 512), q.new_zeros(48, HEADS * 256)
             mla.generic_flare_mla_decompress_k_cache_ragged_paged(
-                plan.buffer_row_offsets[1], plan.cache_offsets[1], plan.buffer_lengths[1:2], weight, cache, 0, latent, kv,
-                target="cpu",
+                plan.buffer_row_offsets[1], plan.cache_offsets[1], plan.buffer_lengths[1:2], weight, cache, 0, latent,
+                kv, target="cpu",
             )  # fmt: skip
             heads = kv.view(48, HEADS, 256)
             part, part_lse = mla.prefill(
@@ -213,7 +213,7 @@ class TestTracing:
     def test_inductor_writes_the_cache_in_place(self) -> None:
         from torch._inductor.utils import run_and_get_code
 
-        data, q, weight = job(LENGTHS)
+        data, q, _ = job(LENGTHS)
         total = q.shape[0]
 
         def step(cache: Any, offsets: Any, latent: Any, rope: Any) -> None:
@@ -264,12 +264,12 @@ class TestRefusals:
             return mla.chunked_prefill(q, data.cache, 0, project, data.input_row_offsets, mask, 0.07, target="cpu")
 
         torch._dynamo.reset()
-        with torch.no_grad(), pytest.raises(Exception, match="inside torch.compile weight must be a torch.Tensor"):
+        with torch.no_grad(), pytest.raises(Exception, match=r"inside torch.compile weight must be a torch.Tensor"):
             torch.compile(step, fullgraph=True, backend="aot_eager")(q)
 
     def test_a_mask_made_while_tracing(self) -> None:
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="a mask cannot be made inside torch.compile"):
+        with pytest.raises(Exception, match=r"a mask cannot be made inside torch.compile"):
             torch.compile(lambda x: (masks.CausalMask(), x + 1)[1], fullgraph=True, backend="aot_eager")(torch.ones(2))
 
     def test_tables_in_another_form(self) -> None:
