@@ -124,7 +124,7 @@ def _rope_rows(args: PrefillArgs, granularity: int) -> tuple[PagedRows, PagedRow
         rope, table = params.paged_rows(cache.rope), params.page_table(cache)
         scaled, column = cache.scales, KV_LORA_RANK
         scales = PagedRows() if scaled is None else params.paged_rows(scaled)
-    if scaled is not None:
+    if granularity and scaled is not None:
         if column % granularity + QK_ROPE_HEAD_DIM > granularity:
             raise ArgumentError(
                 f"k_rope: its columns, from {column} of the scaled row on, lie in two blocks of {granularity}; "
