@@ -1,0 +1,133 @@
+"""Groups of rows of a plan that the host knows: each row where it has keys, merged only where it has them twice."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mla
+from mla import masks
+from mla._chunk_groups import Group, split
+from mla.plan import prefill_plan
+from tests.support.paged import offsets_of
+from tests.support.tolerance import assert_lse, assert_output
+from tests.unit.test_chunked import HEADS, SCALE, expect, job
+
+LENGTHS = [(70, 5), (0, 64), (0, 0), (33, 1), (2, 9)]  # 80 + 64 + 0 + 48 + 16 rows in pages of 16
+
+
+def test_a_batch_by_hand() -> None:
+    # Rows of q: 0-5, 5-69, 69-70, 70-79. Buffers of 96 rows: the second sequence crosses the border.
+    groups = split([c + n for c, n in LENGTHS], [0, 5, 69, 69, 70, 79], 16, 96)
+    assert groups == [
+        Group(0, 0, 5, True, True),
+        Group(0, 5, 69, True, False),
+        Group(1, 5, 69, False, True),
+        Group(1, 69, 70, True, True),
+        Group(2, 70, 79, True, True),
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 5, 40])), max_size=6),
+    page_size=st.sampled_from([1, 4, 16]),
+    size=st.sampled_from([1, 7, 16, 48, 1000]),
+)
+def test_every_row_meets_exactly_the_chunks_that_hold_its_keys(lengths: Any, page_size: int, size: int) -> None:
+    offsets = offsets_of([new for _, new in lengths])
+    totals = [cached + new for cached, new in lengths]
+    met: dict[int, list[tuple[int, bool, bool]]] = {row: [] for row in range(offsets[-1])}
+    for group in split(totals, offsets, page_size, size):
+        for row in range(group.first, group.last):
+            met[row].append((group.chunk, group.starts, group.ends))
+    starts = offsets_of([-(-total // page_size) * page_size for total in totals])
+    for s, total in enumerate(totals):
+        chunks = sorted({key // size for key in range(starts[s], starts[s] + total)})
+        wanted = [(chunk, chunk == chunks[0], chunk == chunks[-1]) for chunk in chunks]
+        for row in range(offsets[s], offsets[s + 1]):
+            assert met[row] == wanted
+
+
+@pytest.mark.parametrize("given", ["offsets on the CPU", "nothing"])
+def test_only_rows_that_cross_a_border_are_merged(given: str) -> None:
+    data, q, weight = job(LENGTHS)
+    merged: list[int] = []
+
+    def count(output: torch.Tensor, *rest: Any, **more: Any) -> None:
+        merged.append(output.shape[0])
+        mla.merge_attn_states(output, *rest, **more)
+
+    totals = [c + n for c, n in LENGTHS]
+    more = {"seq_lens_cpu": totals} if given != "nothing" else {}
+    with mock.patch("mla.chunked.merge_attn_states", count):
+        out, lse = mla.chunked_prefill(
+            q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, buffer_token_size=96,
+            return_lse=True, target="cpu", **more,
+        )  # fmt: skip
+    starts = list(accumulate((-(-t // 16) * 16 for t in totals), initial=0))
+    crossing = [t and start // 96 < (start + t - 1) // 96 for start, t in zip(starts, totals, strict=False)]
+    wanted = [new for (_, new), crosses in zip(LENGTHS, crossing, strict=True) if crosses]
+    assert merged == wanted and wanted
+    expected, expected_lse = expect(data, q, weight, masks.CausalMask())
+    assert_output(out, expected, "fp32")
+    assert_lse(lse, expected_lse, "fp32")
+
+
+def test_masks_see_the_numbers_and_positions_of_the_whole_batch() -> None:
+    data, q, weight = job(LENGTHS)
+    windows = torch.tensor([30, 9, 1, 20, 4], dtype=torch.int32)
+    bias = torch.randn(5, HEADS, 64, 80)
+    for mask in (
+        mla.Mask.from_function(lambda b, h, q, k: (k <= q) & (q - k < windows[b]) & (k + b > 1)),
+        masks.MaterializedMask(bias),
+    ):
+        sinks = torch.randn(HEADS)
+        out, lse = mla.chunked_prefill(
+            q, data.cache, 0, weight, data.input_row_offsets, mask, SCALE, buffer_token_size=40, return_lse=True,
+            sinks=sinks, seq_lens_cpu=[c + n for c, n in LENGTHS], target="cpu",
+        )  # fmt: skip
+        expected, expected_lse = expect(data, q, weight, mask, sinks=sinks)
+        assert_output(out, expected, "fp32")
+        assert_lse(lse, expected_lse, "fp32")
+
+
+def test_chunks_without_queries_cost_nothing() -> None:
+    data, q, weight = job([(200, 0), (10, 3)])
+    with mock.patch("mla.chunked.up_project", wraps=mla.gather.up_project) as projections:
+        mla.chunked_prefill(
+            q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, buffer_token_size=64,
+            seq_lens_cpu=[200, 13], target="cpu",
+        )  # fmt: skip
+    assert projections.call_count == 1
+
+
+def test_the_workspace_holds_the_parted_rows_alone() -> None:
+    data, q, weight = job(LENGTHS)
+    plan = prefill_plan(
+        data.input_row_offsets, data.cache, 0, 96, seq_lens_cpu=[c + n for c, n in LENGTHS], target="cpu"
+    )
+    seen = []
+    original = torch.empty
+
+    def empty(*size: Any, **keywords: Any) -> torch.Tensor:
+        if keywords.get("dtype") == torch.uint8:
+            seen.append(size[0])
+        return original(*size, **keywords)
+
+    with mock.patch("torch.empty", empty):
+        mla.chunked_prefill(
+            q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, plan=plan, target="cpu"
+        )
+    assert plan.groups is not None
+    assert seen and seen[0] < mla.workspace_size("chunked_prefill", q, data.cache, 0, weight, plan=plan)
+    rows = plan.groups.most_parted_rows
+    parts = [96 * 512 * 4, 96 * HEADS * 256 * 4, *2 * [rows * HEADS * 128 * 4], *2 * [rows * HEADS * 4]]
+    assert seen[0] == sum(math.ceil(part / 256) * 256 for part in parts)
