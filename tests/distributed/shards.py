@@ -218,7 +218,7 @@ def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # what ranks draw for themselves differs
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     results = {}
     for i, case in enumerate(CASES):
