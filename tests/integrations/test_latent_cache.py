@@ -51,6 +51,20 @@ def test_logits_behind_a_cached_prefix(page_size: int, buffer_token_size: int) -
     assert cache.get_seq_length() == 0
 
 
+def test_a_mask_of_the_callers() -> None:
+    """A prefix of 5 tokens that all see; the second part of the prefill finds the first in the cache."""
+    model, ids = tiny_model("v3", torch.float32, "cpu", SEED), prompt(2, 12, "cpu")
+    at = torch.arange(12)
+    visible = ((at <= at[:, None]) | (at < 5)).expand(2, 1, 12, 12)
+    use_latent_cache(model)
+    cache = _cache(model)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=visible).logits
+        model(ids[:, :7], attention_mask=visible[:, :, :7, :7], past_key_values=cache)
+        actual = model(ids[:, 7:], attention_mask=visible[:, :, 7:], past_key_values=cache).logits
+    assert (actual - expected[:, 7:]).norm() / expected.norm() <= 1e-5
+
+
 def test_a_quantised_cache() -> None:
     model, ids = tiny_model("v3", torch.float32, "cpu", SEED, first_k_dense_replace=2), prompt(2, 37, "cpu")
     use_latent_cache(model)

@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="no transformers: pip install 'mla-prefill[transformers]'")
 
-from mla.errors import ArgumentError, ShapeError, UnsupportedError  # noqa: E402
+from mla.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError  # noqa: E402
 from mla.integrations.transformers import NAME, attention, attention_forward, register  # noqa: E402
 from tests.integrations.deepseek import prompt, tiny_model  # noqa: E402
 
@@ -185,6 +185,8 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             model(ids, past_key_values=transformers.StaticCache(config=model.config, max_cache_len=32))
         with pytest.raises(ShapeError, match=r"attention_mask must have shape \(\*, \*, 12, 12\)"):
             model(ids, attention_mask=torch.ones(2, 1, 12, 11, dtype=torch.bool))
+        with pytest.raises(DTypeError, match=r"bool or additive, got torch\.int64"):
+            model(ids, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.int64))
         with pytest.raises(ArgumentError, match="packed into one row, got a batch of 2"):
             model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 5, 12]), cu_seq_lens_k=torch.tensor([0, 5, 12]))
         with pytest.raises(UnsupportedError, match="LlamaAttention is no MLA attention"):

@@ -116,7 +116,7 @@ def attention_forward(
     if isinstance(key, PagedLatents):
         if kwargs.get("cu_seq_lens_q") is not None:
             raise UnsupportedError("packed sequences cannot be cached; pass use_cache=False")
-        return attend_paged(module, query, key, _step_of(attention_mask, query, key), scaling), None
+        return attend_paged(module, query, key, _step_of(attention_mask, query, key.length), scaling), None
     assert isinstance(value, torch.Tensor)
     if (key.shape[-1], value.shape[-1]) not in SUPPORTED_DIMS or key.shape[1] != query.shape[1]:
         allowed = ", ".join(map(str, SUPPORTED_DIMS))
@@ -124,7 +124,7 @@ def attention_forward(
             f"key and value must have the heads of query, and widths that are one of {allowed}; got query "
             f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         )
-    step = _step_of(attention_mask, query, key)
+    step = _step_of(attention_mask, query, key.shape[2])
     batch_size, heads, queries, _ = query.shape
     keys, stride = _key_rows(key.contiguous())
     values, _ = _key_rows(value if batch_size == 1 else value.contiguous())
@@ -161,10 +161,10 @@ def _key_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.as_strided(shape, (width, tokens * width, 1)), stride
 
 
-def _step_of(attention_mask: Step | torch.Tensor | None, query: torch.Tensor, key: Any) -> Step:
+def _step_of(attention_mask: Step | torch.Tensor | None, query: torch.Tensor, keys: int) -> Step:
     if isinstance(attention_mask, Step):
         return attention_mask
-    return Step(CausalMask()) if attention_mask is None else step_of_bias(attention_mask, query, key)
+    return Step(CausalMask()) if attention_mask is None else step_of_bias(attention_mask, query, keys)
 
 
 def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

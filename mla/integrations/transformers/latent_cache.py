@@ -38,6 +38,11 @@ class PagedLatents:
         self.layer_idx = layer_idx
 
     @property
+    def length(self) -> int:
+        """Keys of each sequence."""
+        return self.batch.cached + self.batch.new
+
+    @property
     def shape(self) -> torch.Size:
         """Raise: a model that asks for it is about to project all keys up."""
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function
 
-from mla.errors import ArgumentError, ShapeError, UnsupportedError
+from mla.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from mla.masks import CausalMask, Mask, MaterializedMask
 
 #: Columns of a bias are padded to so many, which keeps its rows on the 16-byte borders that kernels ask for.
@@ -128,18 +128,20 @@ def prepare_step(
     return _padded(attention_mask, q_length)
 
 
-def step_of_bias(attention_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Step:
+def step_of_bias(attention_mask: torch.Tensor, query: torch.Tensor, keys: int) -> Step:
     """Return the step of a mask that the caller prepared: [B or 1, 1 or H, Sq, Sk], bool or additive.
 
     An additive element at the least number of its dtype hides, as -inf does.
     """
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
     if attention_mask.ndim != 4 or tuple(attention_mask.shape[2:]) != (queries, keys):
         raise ShapeError(f"attention_mask must have shape (*, *, {queries}, {keys}), got {tuple(attention_mask.shape)}")
     if attention_mask.dtype == torch.bool:
         hidden, bias = ~attention_mask, torch.zeros((), dtype=query.dtype, device=query.device)
-    else:
+    elif attention_mask.dtype.is_floating_point:
         hidden, bias = attention_mask <= torch.finfo(attention_mask.dtype).min, attention_mask
+    else:
+        raise DTypeError(f"a 4-D attention_mask must be bool or additive, got {attention_mask.dtype}")
     bias = torch.where(hidden, -torch.inf, bias)
     return Step(MaterializedMask(_aligned(bias).expand(query.shape[0], -1, -1, -1)), padded=True)
 
@@ -158,9 +160,9 @@ def _padded(visible: torch.Tensor, q_length: int) -> Step:
     if everything:
         return Step(CausalMask())
     if intervals:
-        first, end = first.int(), end.int()
-        mask = Mask.from_function(lambda b, h, q, k: (k <= q) & (k >= first[b]) & (k < end[b]))
-        return Step(mask, padded=True)
+        # Keys from `end` on are seen by queries from there on alone, which are padding too.
+        first = first.int()
+        return Step(Mask.from_function(lambda b, h, q, k: (k <= q) & (k >= first[b])), padded=True)
     bias = _aligned(torch.where(visible, 0.0, -torch.inf)[:, None, None])
     return Step(CausalMask() & MaterializedMask(bias.expand(batch_size, 1, q_length, keys)), padded=True)
 
