@@ -1,0 +1,97 @@
+// Stands in for include/ptx.cuh in kernels built by cuda_host.py: the same wrappers, in C++.
+#pragma once
+#include "types.cuh"
+
+inline uint32_t cvta_shared(const void* pointer) {
+  return uint32_t(static_cast<const uint8_t*>(pointer) - host::shared);
+}
+
+template <int BYTES> struct Bytes;
+template <> struct Bytes<1> { uint8_t word; };
+template <> struct Bytes<2> { uint16_t word; };
+template <> struct Bytes<4> { uint32_t word; };
+template <> struct alignas(8) Bytes<8> { uint32_t words[2]; };
+template <> struct alignas(16) Bytes<16> { uint32_t words[4]; };
+
+template <int BYTES> Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) { return __ldg(p); }
+
+inline void cp_async(uint32_t shared, const void* global, int bytes, int source_bytes) {
+  host::fibers[host::current].open.push_back({shared, global, bytes, source_bytes});
+}
+inline void cp_async_cg_16(uint32_t shared, const void* global, int source_bytes) {
+  cp_async(shared, global, 16, source_bytes);
+}
+template <int BYTES> void cp_async_ca(uint32_t shared, const void* global, int source_bytes) {
+  cp_async(shared, global, BYTES, source_bytes);
+}
+inline void cp_async_commit_group() {
+  host::Fiber& fiber = host::fibers[host::current];
+  fiber.groups.push_back(fiber.open);
+  fiber.open.clear();
+}
+template <int N> void cp_async_wait_group() {
+  host::Fiber& fiber = host::fibers[host::current];
+  while (fiber.groups.size() > N) {
+    for (const host::Copy& copy : fiber.groups.front()) {
+      memset(host::shared + copy.to, 0, copy.bytes);
+      if (copy.read > 0 && host::readable(copy.from, copy.read)) memcpy(host::shared + copy.to, copy.from, copy.read);
+    }
+    fiber.groups.pop_front();
+  }
+}
+
+inline void st_shared(uint32_t shared, const Bytes<16>& v) { memcpy(host::shared + shared, v.words, 16); }
+
+// Lane 8 i + r gives the address of row r of matrix i; lane l gets elements 2 (l % 4) and the next of row l / 4.
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
+  const host::Slot* slots = host::exchange(shared);
+  const int lane = host::current % 32;
+  for (int i = 0; i < 4; i++)
+    memcpy(&r[i], host::shared + host::value<uint32_t>(slots[8 * i + lane / 4]) + lane % 4 * 4, 4);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
+  const host::Slot* slots = host::exchange(shared);
+  const int lane = host::current % 32;
+  for (int i = 0; i < 4; i++) {
+    uint16_t halves[2];
+    for (int e = 0; e < 2; e++)
+      memcpy(&halves[e], host::shared + host::value<uint32_t>(slots[8 * i + lane % 4 * 2 + e]) + lane / 4 * 2, 2);
+    r[i] = uint32_t(halves[1]) << 16 | halves[0];
+  }
+}
+
+inline float ex2_approx_ftz(float x) { return exp2f(x); }
+inline float rcp_approx_ftz(float x) { return 1.0f / x; }
+inline float lg2_approx_ftz(float x) { return log2f(x); }
+inline float cvt_f32_f16(uint16_t bits) { return float(bit_cast<_Float16>(bits)); }
+
+template <typename T> uint16_t rounded(float x);
+template <> inline uint16_t rounded<fp16>(float x) { return bit_cast<uint16_t>(_Float16(x)); }
+template <> inline uint16_t rounded<bf16>(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return x != x ? 0x7fff : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+template <typename T> uint32_t cvt_rn_x2(float low, float high) {
+  return uint32_t(rounded<T>(high)) << 16 | rounded<T>(low);
+}
+
+template <typename T> float element(uint32_t word, int half);
+template <> inline float element<fp16>(uint32_t word, int half) { return cvt_f32_f16(uint16_t(word >> 16 * half)); }
+template <> inline float element<bf16>(uint32_t word, int half) {
+  return __uint_as_float(half ? word & 0xffff0000 : word << 16);
+}
+
+// Row g, column 2 t of A lie with lane 4 g + t; so do column g, row 2 t of B (PTX ISA, "Matrix fragments for mma.m16n8k16").
+template <typename T> void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Operands { uint32_t a[4], b[2]; };
+  const host::Slot* slots = host::exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const int lane = host::current % 32, row = lane / 4;
+  for (int e = 0; e < 4; e++) {
+    const int column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 16; k++) {
+      const Operands x = host::value<Operands>(slots[row * 4 + k % 8 / 2]),
+                     y = host::value<Operands>(slots[column * 4 + k % 8 / 2]);
+      d[e] += element<T>(x.a[e / 2 + k / 8 * 2], k % 2) * element<T>(y.b[k / 8], k % 2);
+    }
+  }
+}
