@@ -1,6 +1,6 @@
 """The mma.sync prefill kernel run on the host, block by block, and compared with the oracle; its faults are found.
 
-Not a run on NVIDIA hardware: see tests/support/cuda_host.hpp.
+Not a run on NVIDIA hardware: see tests/support/cuda_execution.hpp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from mla import dispatch
 from mla.backends.cuda.prefill_sm80 import PrefillSm80
 from tests.kernels.test_cuda_prefill_sm80 import shifted
-from tests.support.cuda_host import Executor, HostFault, Mutation, executed, needs_compiler
+from tests.support.cuda_execution import Executor, HostFault, Mutation, executed, needs_compiler
 from tests.support.matrix_cases import EDGES
 from tests.support.problems import Case, build
 from tests.support.tolerance import assert_lse, assert_output

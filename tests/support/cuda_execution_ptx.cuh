@@ -1,4 +1,4 @@
-// Stands in for include/ptx.cuh in kernels built by cuda_host.py: the same wrappers, in C++.
+// Stands in for include/ptx.cuh in kernels built by cuda_execution.py: the same wrappers, in C++.
 #pragma once
 #include "types.cuh"
 
@@ -81,7 +81,8 @@ template <> inline float element<bf16>(uint32_t word, int half) {
   return __uint_as_float(half ? word & 0xffff0000 : word << 16);
 }
 
-// Row g, column 2 t of A lie with lane 4 g + t; so do column g, row 2 t of B (PTX ISA, "Matrix fragments for mma.m16n8k16").
+// Row g, column 2 t of A lie with lane 4 g + t; so do column g, row 2 t of B (PTX ISA, "Matrix Fragments for
+// mma.m16n8k16").
 template <typename T> void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Operands { uint32_t a[4], b[2]; };
   const host::Slot* slots = host::exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
