@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import torch
 
     from mla.kv_cache import PagedKVCache
-    from mla.masks import Mask
     from mla.problem import PrefillArgs
 
 #: Names of element types in ``types.cuh`` by the short names of problems.
@@ -46,25 +45,6 @@ class SequenceArgs(Structure):
         ("lengths_include_new", c_int),
         ("rope_rows", c_int),
     ]
-
-
-class MaskBias(Structure):
-    """One additive bias of `MaskArgs`, strides in elements."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("stride_b", c_longlong),
-        ("stride_h", c_longlong),
-        ("stride_q", c_longlong),
-        ("rows", c_int),
-        ("cols", c_int),
-    ]
-
-
-class MaskArgs(Structure):
-    """What a mask's code reads: captured tensors and biases, in slot order."""
-
-    _fields_ = [("capture", c_void_p * 4), ("bias", MaskBias * 2)]
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
@@ -133,16 +113,3 @@ def sequence_fields(args: PrefillArgs) -> tuple[int, ...]:
 def sequence_args(args: PrefillArgs) -> SequenceArgs:
     """Describe the geometry of a prefill call."""
     return SequenceArgs(*sequence_fields(args))
-
-
-def mask_args(mask: Mask) -> MaskArgs:
-    """Describe the tensors a mask captures; a bias of one head serves all."""
-    args = MaskArgs()
-    for slot, capture in enumerate(mask.captures):
-        args.capture[slot] = capture.data_ptr()
-    for slot, bias in enumerate(mask.biases):
-        stride_h = 0 if bias.shape[1] == 1 else bias.stride(1)
-        args.bias[slot] = MaskBias(
-            bias.data_ptr(), bias.stride(0), stride_h, bias.stride(2), bias.shape[2], bias.shape[3]
-        )
-    return args
