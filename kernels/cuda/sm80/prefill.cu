@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, MLA_RESIDENT)
     cp_async_commit_group();
     const int row = thread_id() / 32 * kWarpRows, left = item.rows - row;
     const int type = class_of_tile(params, item, tile, row, left < kWarpRows ? left : kWarpRows);
-    const bool hidden =
-        __all_sync(~0u, type == kTileHidden);  // votes, so that the compiler sees a warp that does not diverge
+    // Votes, so that the compiler sees a warp that does not diverge.
+    const bool hidden = __all_sync(~0u, type == kTileHidden);
     const bool partial = __any_sync(~0u, type == kTilePartial);
     Probabilities probability;
     if (!hidden) {
@@ -78,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, MLA_RESIDENT)
       softmax(s, sums, o, score_scale(params));
       round_probabilities(probability, s);
     }
+    // Here, where the scores are gone and their registers free.
     const int after = walk.next(params, item);
     rope.find(params, item, after);
     cp_async_wait_group<1>();  // V; the next K may still be on its way

@@ -17,7 +17,7 @@ MLA_DEVICE void multiply_qk(Scores& s, uint32_t q, uint32_t k) {
     for (int j = 0; j < kNTiles; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) s[i][j][e] = 0.0f;
-#pragma unroll 4
+#pragma unroll 4  // all steps at once would have more fragments under way than there are registers
   for (int step = 0; step < kQkDim / 16; step++) {
     uint32_t a[kMTiles][4];
 #pragma unroll
