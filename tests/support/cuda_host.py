@@ -1,7 +1,8 @@
 """CUDA kernel sources built as host C++, so that their index arithmetic can be run without a GPU.
 
-A block's threads are pthreads in `cuda_host_prelude.h`; inline PTX is taken out, but for the arithmetic that `_ARITHMETIC`
-gives in C. What moves data by TMA or multiplies by wgmma cannot be run so: the tests call the functions between.
+A block's threads are pthreads in `cuda_host_prelude.h`; inline PTX is taken out, but for the arithmetic that
+`_ARITHMETIC` gives in C. What moves data by TMA or multiplies by wgmma cannot be run so: the tests call the functions
+between.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def build(spec: KernelSpec, harness: str, folder: Path, *, threads: int | None =
     for ptx, c in _ARITHMETIC.items():
         text = text.replace(ptx, c)
     text = re.sub(r"\basm( volatile)?\(", "host_asm(", text)
+    text = text.replace("extern __shared__ uint8_t dynamic[]", "static uint8_t dynamic[MLA_SHARED_BYTES]")
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(f'#include "{_PRELUDE}"\nnamespace kernel {{\n{text}\n{harness}\n}}\n')
     command = [str(compiler()), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-pthread"]

@@ -73,8 +73,8 @@ MLA_DEVICE void wgmma_rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                                              \
   }                                                                                                                    \
   template <>                                                                                                          \
-  MLA_DEVICE void wgmma_rs<TYPE, 128>(                                                                                   \
-      float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {                                 \
+  MLA_DEVICE void wgmma_rs<TYPE, 128>(                                                                                 \
+      float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {                                \
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME "\n"                                     \
                  " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, \n"                                    \
                  " %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, \n"                           \
@@ -95,8 +95,8 @@ MLA_DEVICE void wgmma_rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                                        \
   }                                                                                                                    \
   template <>                                                                                                          \
-  MLA_DEVICE void wgmma_rs<TYPE, 256>(                                                                                   \
-      float (&d)[128], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {                                 \
+  MLA_DEVICE void wgmma_rs<TYPE, 256>(                                                                                 \
+      float (&d)[128], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {                               \
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." NAME "." NAME "\n"                                     \
                  " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, \n"                                    \
                  " %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, \n"                           \
