@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 
+from mla.backends.triton.entry import search_steps
 from mla.backends.triton.runtime import Kernel
 from mla.problem import PrefillArgs, Problem
 
 #: Bits of ``flags``, as kernels/triton/prefill.py reads them.
 HAS_CACHE_OFFSETS, HAS_START_POSITIONS, HAS_KV_LENGTHS, LENGTHS_INCLUDE_NEW = 1, 2, 4, 8
 CAPTURES, BIASES = 4, 2
+#: Numbers of a query tile, as the schedule writes them.
+SLOT_FIELDS = 8
 
 
 def values_of(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
-    """Return every run-time value of a call but ``order``; another stands in for an absent index tensor."""
+    """Return every run-time value of a call but ``slots``; another stands in for an absent index tensor."""
     output, q, k, v, lse = args.output, args.q, args.k, args.v, args.lse
     q_rope, scale, cache = args.q_rope, args.softmax_scale, args.cache
     if scale < 0:  # kernels take the maximum before they scale
@@ -72,19 +75,25 @@ def values_of(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
     return values
 
 
-def order_batch(values: dict[str, Any], args: PrefillArgs, schedule: Kernel) -> None:
-    """Put the order of a batch of several sequences into ``values["order"]``, made by a kernel on the device."""
+def schedule_batch(values: dict[str, Any], args: PrefillArgs, num_slots: int, schedule: Kernel) -> None:
+    """Put into ``values["slots"]`` what each query tile of several sequences belongs to, worked out on the device."""
     batch = values["batch_size"]
-    values["order"] = values["cu_seqlens_q"]
+    values["slots"] = values["cu_seqlens_q"]
     if batch > 1:
+        size = slots_bytes(num_slots, batch)
         if args.workspace is None:
-            values["order"] = torch.empty(2 * batch + 1, dtype=torch.int32, device=args.q.device)
+            values["slots"] = torch.empty(size // 4, dtype=torch.int32, device=args.q.device)
         else:
-            values["order"] = args.workspace[: 4 * (2 * batch + 1)].view(torch.int32)
+            values["slots"] = args.workspace[:size].view(torch.int32)
+        values["num_slots"], values["steps"] = num_slots, search_steps(batch)
         schedule.launch(values, 1)
 
 
-def query_tiles(args: PrefillArgs, block_m: int) -> int:
+def slots_bytes(num_slots: int, batch_size: int) -> int:
+    """Return the size of the slots and of what their making keeps behind them."""
+    return 4 * (SLOT_FIELDS * num_slots + 2 * batch_size + 1)
+
+
+def query_tiles(tokens: int, batch_size: int, block_m: int) -> int:
     """Return a bound of the query tiles of a batch, from what the host knows; exact for one sequence."""
-    tokens, batch = args.q.shape[0], args.cu_seqlens_q.shape[0] - 1
-    return -(-tokens // block_m) if batch == 1 else tokens // block_m + min(batch, tokens)
+    return -(-tokens // block_m) if batch_size == 1 else tokens // block_m + min(batch_size, tokens)

@@ -60,6 +60,8 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "gfx9*": {192: (Tile(128, 64, 4, 1), *_SMALL_AMD), 256: _SMALL_AMD},
     "gfx*": {192: (Tile(64, 32, 8, 1),), 256: (Tile(64, 32, 8, 1),)},
 }
+#: The lowest query tile of all tables: what a workspace is sized for.
+LEAST_BLOCK_M = 16
 # float32 runs on the plain arithmetic units (TF32 is never used).
 _FLOAT32 = (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 #: The warp-specialised kernel of sm_90: query rows and keys of a step, stages, registers of a consumer's and a

@@ -13,7 +13,7 @@ from mla.problem import PlanArgs, Problem
 
 #: Sequences that one block of the plan scans at a time, and the most segments that a batch is cut into.
 PLAN_BLOCK = 1024
-PLAN_SEGMENTS = 8
+PLAN_SEGMENTS = 16
 
 
 class Plan(Entry):
@@ -36,7 +36,7 @@ class Plan(Entry):
         )  # fmt: skip
         types = dict.fromkeys(tables, "*i32") | dict.fromkeys(numbers, "i32")
         constants = {"PAGE_SIZE": problem.page_size, "BLOCK": PLAN_BLOCK}
-        return (KernelSpec("plan.plan", tuple(types.items()), tuple(constants.items())),)
+        return (KernelSpec("plan.plan", tuple(types.items()), tuple(constants.items()), num_warps=8),)
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla.backends.triton import configs, runtime
-from mla.backends.triton.arguments import BIASES, CAPTURES, order_batch, query_tiles, values_of
+from mla.backends.triton.arguments import BIASES, CAPTURES, query_tiles, schedule_batch, slots_bytes, values_of
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.configs import Tile
 from mla.backends.triton.entry import Entry
@@ -25,7 +25,8 @@ _INDEX = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "cache_offsets", "start_pos
 
 def schedule_spec(problem: Problem, block_m: int) -> KernelSpec:
     """Describe the kernel that orders a batch."""
-    types = dict.fromkeys(("order", *_INDEX), "*i32") | dict.fromkeys(("flags", "rope_length", "batch_size"), "i32")
+    numbers = ("flags", "rope_length", "batch_size", "num_slots", "steps")
+    types = dict.fromkeys(("slots", *_INDEX), "*i32") | dict.fromkeys(numbers, "i32")
     constants = (("ROPE", problem.rope), ("BLOCK_M", block_m), ("BLOCK", SCHEDULE_BLOCK))
     return KernelSpec("prefill.schedule", tuple(types.items()), constants)
 
@@ -39,7 +40,7 @@ def _pointers(problem: Problem, keys: dict[str, str | None]) -> dict[str, str | 
     types |= {"q": element, "q_rope": element if "split_q" in problem.features else None, **keys, "rope": element}
     types |= {"page_table": "*i32" if problem.rope == "paged" else None, "page_indptr": "*i32" if problem.csr else None}
     types |= dict.fromkeys(_INDEX, "*i32")
-    types |= {"sinks": "*fp32" if "sinks" in problem.features else None, "order": "*i32"}
+    types |= {"sinks": "*fp32" if "sinks" in problem.features else None, "slots": "*i32"}
     return types | {f"c{slot}": "*i32" if slot < len(problem.mask.captures) else None for slot in range(CAPTURES)}
 
 
@@ -152,8 +153,8 @@ class Prefill(Entry):
 
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
-        """Return the bytes of the order of a batch."""
-        return 4 * (2 * B + 1) if B > 1 else 0
+        """Return the bytes of the schedule of a batch, for the lowest query tile there is."""
+        return slots_bytes(query_tiles(T, B, configs.LEAST_BLOCK_M), B) if B > 1 else 0
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
@@ -180,8 +181,9 @@ class Prefill(Entry):
                 return
             values = values_of(problem, args)
             _check_strides(values, rows)
-            order_batch(values, args, schedule)
-            attention.launch(values, query_tiles(args, block_m) * values["num_heads"])
+            num_slots = query_tiles(args.q.shape[0], values["batch_size"], block_m)
+            schedule_batch(values, args, num_slots, schedule)
+            attention.launch(values, num_slots * values["num_heads"])
 
         return run
 
@@ -195,11 +197,11 @@ class Prefill(Entry):
         yield Problem("prefill", "bf16", "bf16", page_size=1, csr=True, rope="paged", mask=NullMask().program)
         for rope in ("batched", "ragged"):
             everything = features | {"sinks", "softcap", "split_q"}
-            yield Problem("prefill", "fp16", "fp32", rope=rope, mask=causal, features=everything, alignment=2)
+            yield Problem("prefill", "fp16", "fp32", rope=rope, mask=causal, features=everything)
 
 
 class PrefillHopper(Prefill):
-    """The same for sm_90 with warps of different roles, as many programs as the device has multiprocessors."""
+    """The same for sm_90, with warps of different roles."""
 
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
@@ -221,7 +223,6 @@ class PrefillHopper(Prefill):
         schedule, attention = (
             runtime.load(spec, device) for spec in PrefillHopper.specs(problem, runtime.arch_of(device))
         )
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
         def run(args: PrefillArgs) -> None:
             if not _has_work(args):
@@ -234,9 +235,9 @@ class PrefillHopper(Prefill):
             values |= {"k_map": TensorMap(k), "v_map": TensorMap(v)}
             # Hidden scores are minus infinity before they are scaled, and minus infinity times zero is no number.
             values["scale"] = max(values["scale"], 1e-30)
-            order_batch(values, args, schedule)
-            items = query_tiles(args, configs.HOPPER_BLOCK_M) * values["num_heads"]
-            attention.launch(values, min(multiprocessors, items))
+            num_slots = query_tiles(args.q.shape[0], values["batch_size"], configs.HOPPER_BLOCK_M)
+            schedule_batch(values, args, num_slots, schedule)
+            attention.launch(values, num_slots * values["num_heads"])
 
         return run
 

@@ -51,10 +51,12 @@ def plan(
     blocks = tl.cdiv(tl.cdiv(batch_size, BLOCK), segments)
     first = tl.minimum(segment * blocks * BLOCK, batch_size)
     last = tl.minimum(first + blocks * BLOCK, batch_size)
-    before = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, first, BLOCK):
+    # Wide, so that the loads of a step are in flight together.
+    wide = tl.arange(0, 8 * BLOCK)
+    before = tl.zeros([8 * BLOCK], tl.int64)
+    for start in range(0, first, 8 * BLOCK):
         before += _padded(
-            start + offs, start + offs < first, input_row_offsets, lengths, lengths_include_new, PAGE_SIZE
+            start + wide, start + wide < first, input_row_offsets, lengths, lengths_include_new, PAGE_SIZE
         )
     total = tl.sum(before, 0)
     for start in range(first, last, BLOCK):

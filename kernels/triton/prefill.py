@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from .formats import narrow
+from .gather import search
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,6 +38,8 @@ HAS_CACHE_OFFSETS = tl.constexpr(1)
 HAS_START_POSITIONS = tl.constexpr(2)
 HAS_KV_LENGTHS = tl.constexpr(4)
 LENGTHS_INCLUDE_NEW = tl.constexpr(8)
+# Numbers of a slot: sequence, slot of its first tile, and what `_sequence` returns.
+SLOT_FIELDS = tl.constexpr(8)
 # Tiles classified at a time in the search for the end of a run.
 SCAN = tl.constexpr(128)
 
@@ -77,7 +80,7 @@ def _sequence(
 
 @triton.jit
 def schedule(
-    order,
+    slots,
     cu_seqlens_q,
     cu_seqlens_k,
     lengths,
@@ -87,14 +90,19 @@ def schedule(
     flags,
     rope_length,
     batch_size,
+    num_slots,
+    steps,
     ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Order the sequences by their keys, most first, and count query tiles before each: [B] and, behind it, [B + 1].
+    """Write what a program has to know of each query tile of a batch: SLOT_FIELDS numbers, read in one step.
 
-    One program; a batch beyond BLOCK is ordered block by block, which keeps the long ones of each block together.
+    Sequences come by their keys, most first; a batch beyond BLOCK is ordered block by block, which keeps the long ones
+    of each block together. Slots behind the last tile have no queries. One program; behind the slots it keeps the order
+    [B] and the tiles before each sequence of the order [B + 1].
     """
+    order = slots + num_slots.to(tl.int64) * SLOT_FIELDS
     first_tile = order + batch_size
     offs = tl.arange(0, BLOCK)
     total = 0
@@ -116,6 +124,28 @@ def schedule(
         tl.store(first_tile + begin + offs, total + tl.cumsum(tiles, 0) - tiles, mask=inside)
         total += tl.sum(tiles, 0)
     tl.store(first_tile + batch_size, total)
+
+    tl.debug_barrier()
+    for begin in range(0, num_slots, BLOCK):
+        slot = begin + offs
+        used = slot < total
+        rank = search(slot, first_tile, batch_size, steps, used)
+        b = tl.load(order + rank, mask=used, other=0)
+        first = tl.load(first_tile + rank, mask=used, other=0)
+        q_row, new, k_row, n_keys, start, offset = _sequence(
+            b, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags,
+            rope_length, ROPE,
+        )  # fmt: skip
+        at = slots + slot.to(tl.int64) * SLOT_FIELDS
+        inside = slot < num_slots
+        tl.store(at, b, mask=inside)
+        tl.store(at + 1, first, mask=inside)
+        tl.store(at + 2, q_row, mask=inside)
+        tl.store(at + 3, tl.where(used, new, 0), mask=inside)
+        tl.store(at + 4, k_row, mask=inside)
+        tl.store(at + 5, n_keys, mask=inside)
+        tl.store(at + 6, start, mask=inside)
+        tl.store(at + 7, offset, mask=inside)
 
 
 @triton.jit
@@ -178,7 +208,7 @@ def prefill(
     start_positions,
     kv_lengths,
     sinks,
-    order,
+    slots,
     c0,
     c1,
     c2,
@@ -234,26 +264,25 @@ def prefill(
 ):
     # Which sequence, head and query tile.
     item = tl.program_id(0)
-    b = item * 0
-    begin = item * 0
     if batch_size > 1:
-        first_tile = order + batch_size
-        slot = item // num_heads
-        low = item * 0
-        high = batch_size
-        while high - low > 1:
-            middle = (low + high) // 2
-            right = tl.load(first_tile + middle) <= slot
-            low = tl.where(right, middle, low)
-            high = tl.where(right, high, middle)
-        begin = tl.load(first_tile + low)
-        b = tl.load(order + low)
-    q_row, new, k_row, n_keys, start, offset = _sequence(
-        b, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags,
-        rope_length, ROPE,
-    )  # fmt: skip
+        at_slot = slots + (item // num_heads).to(tl.int64) * SLOT_FIELDS
+        b = tl.load(at_slot)
+        first_slot = tl.load(at_slot + 1)
+        q_row = tl.load(at_slot + 2)
+        new = tl.load(at_slot + 3)
+        k_row = tl.load(at_slot + 4)
+        n_keys = tl.load(at_slot + 5)
+        start = tl.load(at_slot + 6)
+        offset = tl.load(at_slot + 7)
+    else:
+        b = item * 0
+        first_slot = item * 0
+        q_row, new, k_row, n_keys, start, offset = _sequence(
+            b, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags,
+            rope_length, ROPE,
+        )  # fmt: skip
     tiles = tl.cdiv(new, BLOCK_M)
-    item -= begin * num_heads
+    item -= first_slot * num_heads
     if item >= tiles * num_heads:
         return
     bytes_per_key: tl.constexpr = (NOPE + NOPE_TAIL + V) * (k.dtype.element_ty.primitive_bitwidth // 8)
