@@ -118,7 +118,9 @@ def context_parallel_prefill(
     its own, always the same: the result is deterministic. Nothing synchronises but the plan (`mla.chunked_prefill`).
     """
     if torch.compiler.is_compiling():
-        raise ArgumentError("context_parallel_prefill communicates, which torch.compile does not trace; call it outside")
+        raise ArgumentError(
+            "context_parallel_prefill communicates, which torch.compile does not trace; call it outside"
+        )
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
     members = as_process_group(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mla
 from mla import Mask, masks
@@ -98,6 +99,8 @@ CASES = (
     Case(heads=4, dtype="bf16"),
     Case(heads=4, dtype="fp16", mask="sliding", buffer=1000),
 )
+#: The case that runs on a mesh of two by two as well.
+MESH_CASE = next(i for i, case in enumerate(CASES) if case.shard == "contiguous" and case.sinks)
 
 
 @dataclass
@@ -183,7 +186,9 @@ def share_of_heads(problem: Problem, rank: int, world: int) -> tuple[slice, torc
     return heads, weight, None if problem.sinks is None else problem.sinks[heads]
 
 
-def run_context_parallel(problem: Problem, rank: int, world: int, target: str = "cpu") -> tuple[torch.Tensor, ...]:
+def run_context_parallel(
+    problem: Problem, rank: int, world: int, target: str = "cpu", group: DeviceMesh | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return a rank's output and LSE as the function gives them."""
     case, totals = problem.case, problem.totals
     keys = shard_of(case, totals, rank, world)
@@ -196,7 +201,7 @@ def run_context_parallel(problem: Problem, rank: int, world: int, target: str = 
     result = context_parallel_prefill(
         problem.q[:, heads], own_cache(problem, keys, target), 0, weight, problem.data.input_row_offsets, problem.mask,
         SCALE, keys=keys, start_positions=problem.starts, buffer_token_size=case.buffer, return_lse=True,
-        lse_layout=case.lse_layout, sinks=sinks, softcap=case.softcap, target=target, **more,
+        lse_layout=case.lse_layout, sinks=sinks, group=group, softcap=case.softcap, target=target, **more,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result
@@ -213,6 +218,14 @@ def run_head_parallel(problem: Problem, rank: int, world: int, target: str = "cp
     return result
 
 
+def run_mesh(problem: Problem, mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
+    """Divide the heads over the first dimension of a mesh, and heads and keys over the second."""
+    heads, weight, sinks = share_of_heads(problem, mesh.get_local_rank(0), mesh.size(0))
+    case = replace(problem.case, heads=heads.stop - heads.start)
+    part = replace(problem, case=case, q=problem.q[:, heads], weight=weight, sinks=sinks)
+    return run_context_parallel(part, mesh.get_local_rank(1), mesh.size(1), group=mesh["cp"])
+
+
 def work(rank: int, world: int, folder: str) -> None:
     """Be one rank: run every case and save what came out."""
     torch.set_num_threads(1)
@@ -227,6 +240,9 @@ def work(rank: int, world: int, folder: str) -> None:
             "context": run_context_parallel(problem, rank, world),
             "heads": run_head_parallel(problem, rank, world),
         }
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+        results[MESH_CASE]["mesh"] = run_mesh(build(CASES[MESH_CASE]), mesh)
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

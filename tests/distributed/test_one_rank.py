@@ -149,6 +149,13 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], words: str) -
     assert words in str(caught.value)
 
 
+def test_a_traced_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ArgumentError, match="call it outside"):
+        context_parallel_prefill(**given)
+
+
 def test_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     given = arguments()

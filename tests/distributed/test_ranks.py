@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.shards import CASES, Case, build, one_device, run_ranks, share_of_heads
+from tests.distributed.shards import CASES, MESH_CASE, Case, build, one_device, run_ranks, share_of_heads
 from tests.support.tolerance import assert_lse, assert_output
 
 
@@ -29,6 +29,14 @@ def test_keys_on_several_ranks(ranks: list[Any], index: int) -> None:
     lse = torch.cat(lses, 1) if case.lse_layout == "TH" else torch.cat(lses, 0).T
     # In 16 bits one device rounds keys as the ranks do, so that scores are the same numbers.
     assert_lse(lse, expected_lse, case.dtype, factor=2)
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True, ids="{}ranks".format)
+def test_heads_on_one_dimension_of_a_mesh_and_keys_on_the_other(ranks: list[Any]) -> None:
+    outputs, lses = zip(*(rank[MESH_CASE]["mesh"] for rank in ranks), strict=True)
+    expected, expected_lse = one_device(build(CASES[MESH_CASE]))
+    assert_output(torch.cat(outputs, 1), expected, "fp32", factor=2)
+    assert_lse(torch.cat(lses, 1), expected_lse, "fp32", factor=2)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=map(str, CASES))
