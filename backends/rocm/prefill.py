@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ROPE_KINDS = ("paged", "batched", "ragged")
 _WAVE = 64
 _ROWS_PER_WAVE = 32
+#: Keys of a tile.
+BLOCK_N = 32
 #: Workgroups along y at most; HIP takes fewer than 65,536.
 _MAX_GRID_Y = 65535
 #: Bytes between rows of k, v and rope: below it a tile's offsets fit 32 bits.
@@ -39,14 +41,11 @@ class Tile:
     ----------
     waves : int
         Waves of a workgroup, 32 queries each.
-    block_n : int
-        Keys of a tile.
     waves_per_simd : int
         Waves that the registers are shared out for.
     """
 
     waves: int
-    block_n: int
     waves_per_simd: int
 
     @property
@@ -55,13 +54,12 @@ class Tile:
 
     def lds_bytes(self, dims: tuple[int, int]) -> int:
         """LDS of a workgroup: two stages of keys and values."""
-        return 2 * self.block_n * sum(dims) * 2
+        return 2 * BLOCK_N * sum(dims) * 2
 
 
-def tile_of(dims: tuple[int, int], arch: str) -> Tile:
-    """Choose the tile: two waves a SIMD where their registers suffice, as many keys as two stages fit into LDS."""
-    block_n = 64 if LDS_BYTES[arch] >= 2 * 64 * sum(dims) * 2 else 32
-    return Tile(8, block_n, 2) if dims == (192, 128) else Tile(4, block_n, 1)
+def tile_of(dims: tuple[int, int]) -> Tile:
+    """Choose the tile: two waves a SIMD where their registers suffice."""
+    return Tile(8, 2) if dims == (192, 128) else Tile(4, 1)
 
 
 class HeadRows(Structure):
@@ -159,7 +157,7 @@ class Prefill:
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
         """Return why the tile does not fit, or None."""
-        need, have = tile_of(problem.dims, arch).lds_bytes(problem.dims), LDS_BYTES[arch]
+        need, have = tile_of(problem.dims).lds_bytes(problem.dims), LDS_BYTES[arch]
         return None if need <= have else f"needs {need} bytes of LDS, {arch} has {have}"
 
     @staticmethod
@@ -184,7 +182,7 @@ class Prefill:
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
         """Return the kernel."""
         assert problem.mask is not None and problem.rope is not None
-        tile = tile_of(problem.dims, arch)
+        tile = tile_of(problem.dims)
         element, _, rope = problem.dtypes.partition("+")
         rope = fp8_name(arch) if rope else element
         features = sorted(problem.features & {"lse", "sinks", "softcap"})
@@ -204,7 +202,6 @@ class Prefill:
             ("MLA_V_DIM", problem.v_head_dim),
             ("MLA_ROPE_KIND", ROPE_KINDS.index(problem.rope)),
             ("MLA_PAGE_SIZE", max(problem.page_size, 1)),
-            ("MLA_BLOCK_N", tile.block_n),
             ("MLA_WAVES_PER_SIMD", tile.waves_per_simd),
             *((f"MLA_{feature.upper()}", int(feature in features)) for feature in ("lse", "sinks", "softcap")),
         )
@@ -220,7 +217,7 @@ class Prefill:
         arch = runtime.arch_of(device)
         (spec,) = Prefill.specs(problem, arch)
         kernel = runtime.load(spec, device)
-        block_m = tile_of(problem.dims, arch).block_m
+        block_m = tile_of(problem.dims).block_m
 
         def run(args: PrefillArgs) -> None:
             _check_strides(args)

@@ -75,7 +75,7 @@ def test_kernel(arch: str, spec: KernelSpec) -> None:
     waves, lds = 4, 256
     if "prefill" in spec.name:
         dims = next(dims for dims in SUPPORTED_DIMS if f".d{dims[0]}x{dims[1]}." in spec.name)
-        tile = tile_of(dims, arch)
+        tile = tile_of(dims)
         waves, lds = tile.waves_per_simd, tile.lds_bytes(dims)
         assert any(ins.name.startswith("v_mfma_f32_32x32x") for ins in program.code)
     assert notes[".vgpr_count"] <= REGISTERS[waves]  # the total: AGPRs are counted in it

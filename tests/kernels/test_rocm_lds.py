@@ -53,5 +53,4 @@ def test_prefill(arch: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPat
     assert cycles["reads"] > 0 and cycles["key writes"] > 0 and cycles["value writes"] > 0
     assert cycles["read conflicts"] == cycles["read conflicts, interleaved"] == 0
     assert cycles["key writes: conflicts"] == 0
-    # Two lanes of 16 meet in a bank where a row of values is 64 bytes; none where it is 128.
-    assert cycles["value writes: conflicts"] == (0 if arch == "gfx950" else cycles["value writes"])
+    assert cycles["value writes: conflicts"] == cycles["value writes"]  # two lanes of 16 meet in a bank

@@ -27,7 +27,10 @@ PREFILL = {
     "barrier_dropped": ("    barrier();  // the stage", "    // barrier();  // the stage"),
     "value_column_swapped": ("value_place(block.column + 1,", "value_place((block.column + 3) % kVDim,"),
     "key_chunk_swapped": ("kRowChunks + item(i) % kRopeRowChunks))", "kRowChunks + (item(i) % kRopeRowChunks ^ 1)))"),
-    "swizzle_of_reads_only": ("key_place(row, 2 * i + half) +", "row * kKeyPitch + (2 * i + half) * kChunkBytes +"),
+    "swizzle_of_reads_only": (
+        "key[i] = key_place(row, 2 * i + half)",
+        "key[i] = row * kKeyPitch + (2 * i + half) * kChunkBytes",
+    ),
     "page_index_wrong": ("source.offset + key) / kPageSize]", "source.offset + key) / kPageSize ^ 1]"),
     "diagonal_shifted": ("mask_visible(mask, b, h, first + ahead,", "mask_visible(mask, b, h, first + ahead + 1,"),
     "rows_not_clamped": ("WHOLE ? row : smaller(row, last)", "row"),

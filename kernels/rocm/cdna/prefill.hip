@@ -111,38 +111,38 @@ struct Queries {
   }
 };
 
+// Fragments that are on their way from LDS while the matrix unit works on one: 64 cycles of reads at 128 bytes a cycle.
+constexpr int kFragmentsAhead = 4;
+
 // Nope, then rope columns; with a scaled rope the other way round, so that its sum is scaled before the nope columns join it.
 // rope_scale: that of key lane % kBlockN.
-MLA_DEVICE void score_tile(uint8_t* lds, const Queries& q, float rope_scale, Scores& s) {
-  const int row = lane_id() % 32, half = lane_id() / 32;
+MLA_DEVICE f32x16 score_tile(uint8_t* lds, const FragmentPlaces& places, const Queries& q, float rope_scale) {
+  f32x16 sum = {};
+  const auto add = [&](int first, int last) {
 #pragma unroll
-  for (int n = 0; n < kBlocks; ++n) {
-    f32x16 sum = {};
-    const auto add = [&](int first, int last) {
+    for (int i = first; i < last; ++i)
+      sum = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, places.of_keys(i)), q.fragment[i], sum);
+  };
+  constexpr int kNopeSteps = kNopeDim / 16, kSteps = kQDepth / 16;
+  if constexpr (kRopeScaled) {
+    add(kNopeSteps, kSteps);
 #pragma unroll
-      for (int i = first; i < last; ++i)
-        sum = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, key_place(row, 2 * i + half) + n * 32 * kKeyPitch), q.fragment[i], sum);
-    };
-    constexpr int kNopeSteps = kNopeDim / 16, kSteps = kQDepth / 16;
-    if constexpr (kRopeScaled) {
-      add(kNopeSteps, kSteps);
-#pragma unroll
-      for (int r = 0; r < 16; ++r) sum[r] *= shuffle(rope_scale, register_key(n, r) + lane_key());
-      add(0, kNopeSteps);
-    } else {
-      add(0, kSteps);
-    }
-    s.block[n] = sum;
+    for (int r = 0; r < 16; ++r) sum[r] *= shuffle(rope_scale, register_key(r) + lane_key());
+    add(0, kNopeSteps);
+  } else {
+    add(0, kSteps);
+    interleave_reads_with_mfma<kSteps, kFragmentsAhead>();
   }
+  return sum;
 }
 
-MLA_DEVICE void weigh_values(uint8_t* lds, const u32x4 (&p)[kBlockN / 16], f32x16 (&o)[kVDim / 32]) {
-  const int row = lane_id() % 32, half = lane_id() / 32;
+MLA_DEVICE void weigh_values(uint8_t* lds, const FragmentPlaces& places, const u32x4 (&p)[kBlockN / 16], f32x16 (&o)[kVDim / 32]) {
 #pragma unroll
   for (int d = 0; d < kVDim / 32; ++d)
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i)
-      o[d] = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, value_place(row, 2 * i + half) + d * 32 * kValuePitch), p[i], o[d]);
+      o[d] = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, places.of_values(d, i)), p[i], o[d]);
+  interleave_reads_with_mfma<kVDim / 32 * kBlockN / 16, kFragmentsAhead>();
 }
 
 // Four consecutive columns of the output.
@@ -203,9 +203,11 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   };
 
   // Tiles in flight: `after` has its page ids asked for, `next` its rows, `tile` lies in LDS. Negative: none yet.
+  const FragmentPlaces places;
   TileRegisters registers;
   int tile = -2, next = -1, stage = 0;
   float rope_scale = 1.0f;  // of the tile in LDS
+  wait_for_loads();         // the queries
   while (tile < tiles) {
     if (next >= 0 && next < tiles) registers.fetch(source, next);
     const int after = next_visible(next + 1);
@@ -215,8 +217,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
     if (tile_class != kTileHidden) {
       uint8_t* current = lds + stage * kStageBytes;
       const int keys = s.n_keys - tile * kBlockN;
-      Scores scores;
-      score_tile(current, q, rope_scale, scores);
+      f32x16 scores = score_tile(current, places, q, rope_scale);
       scale_scores(scores, p.scale);
       if (MLA_MASK_BIASES || tile_class == kTilePartial || keys < kBlockN)
         mask_scores(scores, p.mask, item.b, item.h, s.start + row, s.offset + tile * kBlockN, keys, s.start);
@@ -227,7 +228,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
       }
       u32x4 probabilities[kBlockN / 16];
       exponentials(scores, state, probabilities);
-      weigh_values(current, probabilities, o);
+      weigh_values(current, places, probabilities, o);
     }
     stage ^= 1;
     if (next >= 0 && next < tiles) registers.commit(lds + stage * kStageBytes);

@@ -8,7 +8,7 @@
 // All fragments are read 16 bytes a lane (ds_read_b128), which the LDS serves eight lanes at a time, 128 bytes from 32 banks. The eight
 // lanes are either 8i..8i+7 or, by the vendor's notes, two groups of four whose numbers are {0-3, 4-7} mod 8; either way they hold eight
 // rows that differ mod 8, all at the same 16-byte chunk. A row of keys is a multiple of 128 bytes, so chunk c of row r is stored at
-// chunk c ^ (r % 8): eight rows, eight places. A row of values is 64 or 128 bytes; c ^ (r / 2 % 4) or c ^ (r % 8 ^ r / 8 % 2) does it.
+// chunk c ^ (r % 8): eight rows, eight places. A row of values is 64 bytes: chunk c ^ (r / 2 % 4).
 // The writes of keys (16 bytes a lane, neighbouring chunks of one row) meet no conflict; those of values (8 bytes a lane) at most one.
 //
 // Key order inside the values: the scores of 16 keys leave MFMA with keys 0-3, 8-11 in lanes 0-31 and 4-7, 12-15 in lanes 32-63
@@ -24,13 +24,13 @@ constexpr bool kRopeScaled = sizeof(RopeElement) == 1;
 constexpr int kNopeDim = MLA_NOPE_DIM, kRopeDim = 64, kQDepth = kNopeDim + kRopeDim, kVDim = MLA_V_DIM;
 constexpr int kThreads = MLA_THREADS, kWaves = kThreads / kWaveSize;
 constexpr int kRowsPerWave = 32;
-constexpr int kBlockM = kWaves * kRowsPerWave, kBlockN = MLA_BLOCK_N;
+constexpr int kBlockM = kWaves * kRowsPerWave, kBlockN = 32;  // a wave's scores are one 32 x 32 block
 constexpr int kChunkBytes = 16, kElementBytes = 2;
 
 constexpr int kKeyPitch = kQDepth * kElementBytes, kValuePitch = kBlockN * kElementBytes;
 constexpr int kKeysBytes = kBlockN * kKeyPitch, kValuesBytes = kVDim * kValuePitch, kStageBytes = kKeysBytes + kValuesBytes;
 static_assert(sizeof(Element) == kElementBytes, "16-bit elements");
-static_assert(kKeyPitch % 128 == 0 && (kBlockN == 32 || kBlockN == 64), "what the swizzles assume");
+static_assert(kKeyPitch % 128 == 0 && kValuePitch == 64, "what the swizzles assume");
 
 // A row of a tensor [rows, heads, width], width contiguous; strides in bytes.
 struct HeadRows {
@@ -41,9 +41,30 @@ struct HeadRows {
 
 MLA_DEVICE int key_place(int key, int chunk) { return key * kKeyPitch + ((chunk ^ (key & 7)) * kChunkBytes); }
 MLA_DEVICE int value_place(int column, int chunk) {
-  const int turn = kBlockN == 32 ? column >> 1 & 3 : (column & 7) ^ (column >> 3 & 1);
-  return kKeysBytes + column * kValuePitch + ((chunk ^ turn) * kChunkBytes);
+  return kKeysBytes + column * kValuePitch + ((chunk ^ (column >> 1 & 3)) * kChunkBytes);
 }
+
+// A lane's own part of its fragments' places. Fragment i of the keys is chunk 2 * i + lane / 32 of row lane % 32: the swizzle turns the
+// low three bits of the chunk, so four offsets serve all; two serve the values, whose rows differ by multiples of 8.
+struct FragmentPlaces {
+  int key[4], value[2];
+
+  MLA_DEVICE FragmentPlaces() {
+    const int row = lane_id() % 32, half = lane_id() / 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      key[i] = key_place(row, 2 * i + half);
+      asm volatile("" : "+v"(key[i]));  // computed once, not where it is used
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      value[i] = value_place(row, 2 * i + half);
+      asm volatile("" : "+v"(value[i]));
+    }
+  }
+  MLA_DEVICE int of_keys(int i) const { return key[i % 4] + i / 4 * 8 * kChunkBytes; }
+  MLA_DEVICE int of_values(int block, int i) const { return value[i] + block * 32 * kValuePitch; }
+};
 
 template <typename T> MLA_DEVICE T& lds_at(uint8_t* lds, int place) { return *reinterpret_cast<T*>(lds + place); }
 

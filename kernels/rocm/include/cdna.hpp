@@ -34,6 +34,28 @@ template <typename T> MLA_DEVICE f32x16 mfma_f32_32x32x16(u32x4 a, u32x4 b, f32x
 #endif
 }
 
+// Wait for every load from memory that is under way. Placed before a loop, it spares the loop the waits for what was loaded before.
+MLA_DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }  // vmcnt(0), the other counters at their maximum
+
+// Order for the compiler's scheduler: READS fragments from LDS, each for one mfma_f32_32x32x16, AHEAD of them before the first product.
+template <int READS, int AHEAD> MLA_DEVICE void interleave_reads_with_mfma() {
+#if __has_builtin(__builtin_amdgcn_sched_group_barrier)
+#if defined(__gfx950__)
+  constexpr int kMfmas = 1;
+#else
+  constexpr int kMfmas = 2;
+#endif
+  constexpr int kMfma = 0x8, kLdsRead = 0x100;
+  __builtin_amdgcn_sched_group_barrier(kLdsRead, AHEAD, 0);
+#pragma unroll
+  for (int i = 0; i < READS - AHEAD; ++i) {
+    __builtin_amdgcn_sched_group_barrier(kMfma, kMfmas, 0);
+    __builtin_amdgcn_sched_group_barrier(kLdsRead, 1, 0);
+  }
+  __builtin_amdgcn_sched_group_barrier(kMfma, AHEAD * kMfmas, 0);
+#endif
+}
+
 // 2^x with subnormal results flushed to zero.
 MLA_DEVICE float exp2_flushed(float x) {
 #if __has_builtin(__builtin_amdgcn_exp2f)
