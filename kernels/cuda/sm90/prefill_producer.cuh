@@ -69,7 +69,7 @@ struct Producer {
                 left = entry.new_ - row;
       Item& item = items[lane()];
       item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
-      item.rows = block < 0 || left < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
+      item.rows = block < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
       item.q_position = entry.start + row;
       item.head = at.head;
       item.sequence = entry.sequence;

@@ -116,10 +116,10 @@ MLA_DEVICE TilePosition tile_position(int index, int tiles, int n_keys, int head
   return {rest / heads_here, first_head + rest % heads_here};
 }
 
-// Block of 64 rows that a row group of an item works on; past the sequence's last or negative: none.
+// Block of 64 rows that a row group of an item works on; negative: none.
 MLA_DEVICE int block_of(int row_group, int tile, int tiles, int blocks, Grouping grouping) {
   if (row_group >= grouping.size) return -1;
-  if (!grouping.spread) return (tiles - 1 - tile) * grouping.size + row_group;
+  if (!grouping.spread) return blocks - (tile + 1) * grouping.size + row_group;  // what is left over lies at the start
   const int from_end = row_group % 2 == 0 ? row_group * tiles + tile : (row_group + 1) * tiles - 1 - tile;
   return blocks - 1 - from_end;
 }
