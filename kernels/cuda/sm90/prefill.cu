@@ -2,13 +2,14 @@
 //
 //   out[i,h] = sum_j softmax_j(scale * (q_nope[i,h] . k[j,h] + q_rope[i,h] . rope[pos(j)])) v[j,h]   and its LSE
 //
-// Tiling, (q_depth, v_head_dim) = (192, 128): an item is three blocks of 64 query rows of one head, a consumer warpgroup
-// for each; keys stream by in tiles of 128, from the last visible one to the first. A producer warp classes 32 key tiles
-// at a time for each block of rows by the mask's own tile_class, loads those that any block sees, and tags each with what
-// each warpgroup is to do: nothing, the plain body, the masked body, or the masked body for its first half.
+// Tiling, (q_depth, v_head_dim) = (192, 128): an item is three blocks of 64 query rows of one head, a consumer
+// warpgroup for each; keys stream by in tiles of 128, from the last visible one to the first. A producer warp classes
+// 32 key tiles at a time for each block of rows by the mask's own tile_class, loads those that any block sees, and tags
+// each with what each warpgroup is to do: nothing, the plain body, the masked body, or the masked body for its first
+// half.
 //
 //           K tile [128 x (128 nope | 64 rope)] 2 stages     V tile [128 x 128] 1 stage (2 while row groups are idle)
-//   Q 64 rows  warpgroup 0: S = Q K^T (12 wgmma m64n128k16)    softmax in registers    O += P V (8 wgmma, P in registers)
+//   Q 64 rows  warpgroup 0: S = Q K^T (12 wgmma m64n128k16)   softmax in registers   O += P V (8 wgmma, P in registers)
 //   Q 64 rows  warpgroup 1: the same; the three drift apart and fill each other's softmax with products
 //   Q 64 rows  warpgroup 2
 //
@@ -28,14 +29,16 @@
 //   214480  rope jobs, tags of K stages, 17 mbarriers
 //
 // Numerics: scores in fp32, base-2 exponentials with the scale as a factor of the exponent; a row keeps its reference
-// until its maximum grows by 2^8 (decided row by row); hidden keys by select; P rounded to the inputs' type; rows of V past
-// the last key zeroed in shared memory; l and O in fp32, LSE formed once at the end. Key tiles begin at multiples of 128
-// from a sequence's first key and are added in order by one warpgroup: nothing of a row depends on the rest of the batch.
+// until its maximum grows by 2^8 (decided row by row); hidden keys by select; P rounded to the inputs' type; rows of V
+// past the last key zeroed in shared memory; l and O in fp32, LSE formed once at the end. Key tiles begin at multiples
+// of 128 from a sequence's first key and are added in order by one warpgroup: nothing of a row depends on the rest of
+// the batch.
 //
 // Budget of a tile of 192 x 128: 15.7 MFLOP, 3,840 cycles of the tensor cores; 80 KB from L2, 21 B a cycle; about 440
 // issue slots of each of 12 warps beside the products, 1,320 of each scheduler. The power limit (700 W) holds the clock
 // at 1.5 to 1.6 GHz: 1 x 32,768 causal runs at 700 to 712 TFLOP/s, 1 x 8,192 at 670 to 683 (two H200s, 2026-11-29),
-// where an 8192^3 matmul does 650 to 700. docs/hopper.md tells why it is built like this, docs/perf-log.md what was tried.
+// where an 8192^3 matmul does 650 to 700. docs/hopper.md tells why it is built like this, docs/perf-log.md what was
+// tried.
 #include "prefill_layout.cuh"
 #include "prefill_producer.cuh"
 #include "prefill_consumer.cuh"
