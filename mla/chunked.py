@@ -129,7 +129,9 @@ def chunked_prefill(
         Chunks to work through without asking the device how many are needed: nothing synchronises, so that the call
         can be captured. A batch that needs more gets NaN, output and LSE, for the sequences that were cut.
     seq_lens_cpu : torch.Tensor or sequence of int, optional
-        [B] cached + new on the host, with which nothing synchronises and no chunk is in vain.
+        [B] cached + new on the host, with which nothing synchronises and no chunk is in vain. With `input_row_offsets`
+        on the CPU as well, each chunk touches the rows of its own sequences alone, and only what crosses a border
+        between chunks is merged. Refused while a graph is captured.
     output : torch.Tensor, optional
         [T, H, dv]; allocated in the dtype of q when missing.
     return_lse : bool
@@ -145,7 +147,8 @@ def chunked_prefill(
     Returns
     -------
     torch.Tensor, or a pair of them
-        output, or (output, lse). Rows outside [input_row_offsets[0], input_row_offsets[-1]) are undefined.
+        output, or (output, lse). Rows outside [input_row_offsets[0], input_row_offsets[-1]) are left as they were in an
+        `output` that was given, and are undefined in what is allocated here, the LSE too.
 
     Raises
     ------
@@ -156,8 +159,8 @@ def chunked_prefill(
 
     Notes
     -----
-    With none of `plan`, `max_chunks` and `seq_lens_cpu` the call synchronises once, to learn the number of chunks; that
-    is refused while a graph is captured.
+    With none of `plan`, `max_chunks` and `seq_lens_cpu` the call synchronises once, to learn lengths and offsets; that
+    is refused while a graph is captured. ``docs/serving.md`` tells how to capture a step.
     """
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
@@ -434,7 +437,7 @@ def _trace(
             "gather, project and attend by the single functions"
         )
     if seq_lens_cpu is not None and not isinstance(seq_lens_cpu, torch.Tensor):
-        seq_lens_cpu = torch.tensor(seq_lens_cpu, dtype=torch.int64)
+        seq_lens_cpu = torch.tensor(seq_lens_cpu, dtype=torch.int64, device="cpu")
     tables: tuple[torch.Tensor | None, ...] = (None, None, None, None)
     total_rows, row_offsets_cpu = None, None
     if plan is not None:
