@@ -42,11 +42,11 @@ class Groups:
         if plan.groups is None and plan.seq_lens_cpu is not None and plan.row_offsets_cpu is not None:
             seq_lens, offsets = plan.seq_lens_cpu.tolist(), plan.row_offsets_cpu.tolist()
             groups = tuple(split(seq_lens, offsets, plan.page_size, plan.buffer_token_size))
-            bounds = torch.tensor([(g.first, g.last) for g in groups], dtype=torch.int64).view(-1, 2, 1)
+            bounds = torch.tensor([(g.first, g.last) for g in groups], dtype=torch.int64, device="cpu").view(-1, 2, 1)
             low, high = bounds.unbind(1)
             # A whole group is attended among all rows of q, a parted one by itself.
-            parted = torch.tensor([not (g.starts and g.ends) for g in groups]).view(-1, 1)
-            rows = torch.tensor(offsets, dtype=torch.int64).clamp(low, high) - low * parted
+            parted = torch.tensor([not (g.starts and g.ends) for g in groups], device="cpu").view(-1, 1)
+            rows = torch.tensor(offsets, dtype=torch.int64, device="cpu").clamp(low, high) - low * parted
             most = max((g.last - g.first for g in groups if not (g.starts and g.ends)), default=0)
             device = plan.buffer_lengths.device
             plan.groups = Groups(groups, rows.to(torch.int32).to(device, non_blocking=True), most)

@@ -133,6 +133,9 @@ def _trace(call: Call, stream: Stream | None) -> None:
 def _refuse_gradients(call: Call) -> None:
     rope = call.k_rope.rope if isinstance(call.k_rope, PagedKVCache) else call.k_rope
     require_no_grad(q=call.q, q_rope=call.q_rope, k=call.k, v=call.v, k_rope=rope, sinks=call.sinks)
+    require_no_grad(output=call.output, lse=call.lse)
+    for bias in call.mask.biases:
+        require_no_grad(bias=bias)
 
 
 def _check_capturable(call: Call) -> None:

@@ -146,7 +146,7 @@ def gather_layer(
 ) -> None:
     """Gather one chunk of one layer."""
     require_tensor(k_latent_buffer, "k_latent_buffer", 2)
-    require_no_grad(k_latent_buffer=k_latent_buffer)
+    require_no_grad(k_latent_buffer=k_latent_buffer, kv_collection=cache.latent)
     if torch.compiler.is_compiling():
         known = not isinstance(buffer_length, torch.Tensor)
         torch.ops.mla.gather(
@@ -180,6 +180,7 @@ def up_project(latent: torch.Tensor, weight: Weight, output: torch.Tensor) -> No
     result = weight(latent)
     require_tensor(result, "the result of weight", 2)
     require_shape(result, "the result of weight", output.shape, f"k_latent_buffer has {tuple(latent.shape)} rows here")
+    require_no_grad(**{"the result of weight": result})
     output.copy_(result)
 
 

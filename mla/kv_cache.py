@@ -377,7 +377,7 @@ class PagedKVCacheCollection:
             granularity = 128 if quantization_granularity is None else quantization_granularity
             if granularity not in GRANULARITIES:
                 raise ArgumentError(f"quantization_granularity must be one of {GRANULARITIES}, got {granularity}")
-            scales = torch.ones(*shape, -(-ROW_DIM // granularity), device=device)
+            scales = torch.ones(*shape, -(-ROW_DIM // granularity), dtype=torch.float32, device=device)
             quantization_granularity = granularity
         blocks = torch.zeros(*shape, ROW_DIM, dtype=dtype, device=device)
         if lookup_table is None:

@@ -218,13 +218,13 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 def _floordiv(x: Any, y: Any) -> Any:
     if not _is_tensor(y):
         return x // y if y else x * 0
-    return torch.where(y == 0, 0, torch.floor_divide(torch.as_tensor(x), torch.where(y == 0, 1, y)))
+    return torch.where(y == 0, 0, torch.floor_divide(torch.as_tensor(x, device=y.device), torch.where(y == 0, 1, y)))
 
 
 def _mod(x: Any, y: Any) -> Any:
     if not _is_tensor(y):
         return x % y if y else x * 0
-    return torch.where(y == 0, 0, torch.remainder(torch.as_tensor(x), torch.where(y == 0, 1, y)))
+    return torch.where(y == 0, 0, torch.remainder(torch.as_tensor(x, device=y.device), torch.where(y == 0, 1, y)))
 
 
 def _minimum(x: Any, y: Any) -> Any:

@@ -362,18 +362,18 @@ class Mask:
             float32, natural-log units, to be added to the scaled score. -inf outside the extent of a bias: a key whose
             bias is -inf is hidden.
         """
-        row, col = torch.as_tensor(row), torch.as_tensor(col)
+        device = next((x.device for x in (b, h, row, col) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        b, h, row, col = (torch.as_tensor(x, device=device) for x in (b, h, row, col))
         total: Any = 0.0
         for bias in self.biases:
             _, heads, rows, cols = bias.shape
             inside = (row >= 0) & (row < rows) & (col >= 0) & (col < cols)
             if rows == 0 or cols == 0:
-                value = torch.full((), float("-inf"), device=bias.device)
+                value = torch.full((), float("-inf"), dtype=torch.float32, device=device)
             else:
-                head = torch.as_tensor(h) if heads > 1 else 0
-                value = bias[torch.as_tensor(b), head, row.clamp(0, rows - 1), col.clamp(0, cols - 1)].float()
+                value = bias[b, h if heads > 1 else 0, row.clamp(0, rows - 1), col.clamp(0, cols - 1)].float()
             total = total + torch.where(inside, value, float("-inf"))
-        return torch.as_tensor(total)
+        return torch.as_tensor(total, dtype=torch.float32, device=device)
 
     def tile_class(self, b: Any, h: Any, q_lo: Any, q_hi: Any, k_lo: Any, k_hi: Any) -> Any:
         """Classify tiles of positions, bounds inclusive, by interval analysis of the condition.

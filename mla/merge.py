@@ -74,18 +74,23 @@ def merge_attn_states(
     """
     tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
     if torch.compiler.is_compiling():
-        require_no_grad(output=output, prefix_output=prefix_output, suffix_output=suffix_output)
+        _refuse_gradients(*tensors)
         torch.ops.mla.merge(
             output, output_lse, *tensors[1:5], lse_layout=lse_layout, target=traced_target(target, stream)
         )
         return
     run = find_run(*tensors, lse_layout, target)
-    require_no_grad(output=output, prefix_output=prefix_output, suffix_output=suffix_output)
+    _refuse_gradients(*tensors)
     if lse_layout == "HT":
         prefix_lse, suffix_lse = prefix_lse.T, suffix_lse.T
         output_lse = None if output_lse is None else output_lse.T
     with stream_scope(output.device, stream):
         run(MergeArgs(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse))
+
+
+def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    names = ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse")
+    require_no_grad(**dict(zip(names, tensors, strict=True)))
 
 
 def find_run(

@@ -136,11 +136,11 @@ def check_live_pages(
     if page_indptr is None:
         columns = page_table.shape[1]
         available = torch.full_like(needed, columns)
-        live = page_table.to(torch.int64)[torch.arange(columns) < needed[:, None]]
+        live = page_table.to(torch.int64)[torch.arange(columns, device="cpu") < needed[:, None]]
     else:
         starts = page_indptr.to(torch.int64)
         available = starts.diff()
-        entry = torch.arange(int(starts[0]), int(starts[-1]))
+        entry = torch.arange(int(starts[0]), int(starts[-1]), device="cpu")
         owner = torch.repeat_interleave(available)
         live = page_table.to(torch.int64)[entry[entry - starts[owner] < needed[owner]]]
     short = (needed > available).nonzero()

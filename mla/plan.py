@@ -403,7 +403,7 @@ def _host_lengths(seq_lens_cpu: torch.Tensor | Sequence[int], batch_size: int, d
     if isinstance(seq_lens_cpu, torch.Tensor):
         require_tensor(seq_lens_cpu, "seq_lens_cpu", 1)
         require_device(seq_lens_cpu, "seq_lens_cpu", torch.device("cpu"))
-    lengths = torch.as_tensor(seq_lens_cpu, dtype=torch.int64)
+    lengths = torch.as_tensor(seq_lens_cpu, dtype=torch.int64, device="cpu")
     if lengths.shape != (batch_size,):
         raise ShapeError(f"seq_lens_cpu has {lengths.numel()} entries, the cache's lengths have {batch_size}")
     if batch_size and int(lengths.min()) < 0:

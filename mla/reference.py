@@ -87,7 +87,7 @@ def prefill(
     total, heads, device = q.shape[0], q.shape[1], q.device
     out = torch.full((total, heads, v.shape[-1]), math.nan, dtype=torch.float64, device=device)
     lse = torch.full((total, heads), math.nan, dtype=torch.float64, device=device)
-    sink = torch.full((heads, 1), -math.inf) if sinks is None else sinks.view(heads, 1)
+    sink = torch.full((heads, 1), -math.inf, device=device) if sinks is None else sinks.view(heads, 1)
 
     for b in range(valid_length.shape[0] - 1):
         row, row_end = int(valid_length[b]), int(valid_length[b + 1])

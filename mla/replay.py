@@ -263,7 +263,7 @@ def _expect_plan(args: PlanArgs) -> dict[str, torch.Tensor]:
     cached = args.cache.cached_lengths(args.input_row_offsets).tolist()
     chunks = args.buffer_lengths.shape[0]
     *tables, required = reference.plan(cached, new, args.cache.page_size, args.buffer_token_size, chunks)
-    answer = (*(torch.tensor(table) for table in tables), torch.tensor([required]))
+    answer = (*(torch.tensor(table, device="cpu") for table in tables), torch.tensor([required], device="cpu"))
     names = _WRITTEN["plan"] if new else _WRITTEN["plan"][2:]
     return {
         name: table

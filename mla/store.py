@@ -80,7 +80,7 @@ def store_layer(
     """Write the rows of one layer."""
     require_tensor(latent, "latent", 2)
     require_tensor(rope, "rope", 2)
-    require_no_grad(latent=latent, rope=rope)
+    require_no_grad(latent=latent, rope=rope, kv_collection=cache.latent)
     if torch.compiler.is_compiling():
         torch.ops.mla.store(*cache.operands, input_row_offsets, latent, rope, traced_target(target, stream))
         return

@@ -77,7 +77,7 @@ def warmup(
     for mask in [CausalMask()] if masks is None else masks:
         _step(
             as_mask(mask, "masks"), num_heads, dims, dtype, cache_dtype or dtype, quantization_granularity, page_size,
-            torch.zeros(num_heads, device=place) if sinks else None, softcap, target, place,
+            torch.zeros(num_heads, dtype=torch.float32, device=place) if sinks else None, softcap, target, place,
         )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def _step(
                 q, cache, 0, weight, offsets, mask, scale, buffer_token_size=rows, max_chunks=chunks,
                 return_lse=return_lse, sinks=sinks, softcap=softcap, target=target,
             )  # fmt: skip
-    part, lse = zeros(total, num_heads, dims[1]), torch.zeros(total, num_heads, device=device)
+    part, lse = zeros(total, num_heads, dims[1]), torch.zeros(total, num_heads, dtype=torch.float32, device=device)
     for merged_lse in (None, lse):
         merge_attn_states(part, part, lse, part, lse, merged_lse, target=target)
 

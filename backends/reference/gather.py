@@ -9,6 +9,7 @@ from mla.kv_cache import PagedKVCache
 from mla.problem import GatherArgs
 
 
+@torch.inference_mode()
 def gather(args: GatherArgs) -> None:
     """Copy the rows of one chunk by the plan's map, dequantised; rows past the last sequence become zero."""
     length = max(int(args.buffer_length), 0)

@@ -27,6 +27,7 @@ class Merge:
         return merge
 
 
+@torch.inference_mode()
 def merge(args: MergeArgs) -> None:
     """Write the merged rows block by block, so that an output may alias a part."""
     for first in range(0, args.output.shape[0], BLOCK_ROWS):
@@ -35,7 +36,7 @@ def merge(args: MergeArgs) -> None:
             lse[rows].masked_fill(lse[rows] == math.inf, -math.inf) for lse in (args.prefix_lse, args.suffix_lse)
         )
         lse = torch.logaddexp(prefix_lse, suffix_lse)
-        merged = torch.zeros(args.output[rows].shape)
+        merged = torch.zeros(args.output[rows].shape, dtype=torch.float32, device=args.output.device)
         sides = ((prefix_lse, suffix_lse, args.prefix_output), (suffix_lse, prefix_lse, args.suffix_output))
         for own, other, part in sides:
             present = (own != -math.inf).unsqueeze(-1)

@@ -7,6 +7,7 @@ import torch
 from mla.problem import PlanArgs
 
 
+@torch.inference_mode()
 def plan(args: PlanArgs) -> None:
     """Fill the tables of `args`; `mla.plan` has the formulas."""
     cache, capacity, page_size = args.cache, args.buffer_token_size, args.cache.page_size

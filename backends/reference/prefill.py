@@ -33,6 +33,10 @@ LN2 = math.log(2.0)
 #: The running maximum before any key; finite, so that hidden minus hidden is never NaN.
 FLOOR = torch.finfo(torch.float32).min
 
+# Whatever torch's default dtype and device are: engines set them for their models.
+_floats = partial(torch.empty, dtype=torch.float32, device="cpu")
+_arange = partial(torch.arange, device="cpu")
+
 
 class Prefill:
     """`prefill` for CPU tensors: every dtype row, mask and feature."""
@@ -77,11 +81,11 @@ class Tiles:
     def __init__(self, args: PrefillArgs) -> None:
         self.depth = args.k.shape[2] + QK_ROPE_HEAD_DIM
         self.v_dim = args.v.shape[2]
-        self.query_data = torch.empty(BLOCK_H * BLOCK_Q * self.depth)
-        self.key_data = torch.empty(BLOCK_H * BLOCK_K * self.depth)
-        self.value_data = torch.empty(BLOCK_H * BLOCK_K * self.v_dim)
-        self.score_data = torch.empty(BLOCK_H * BLOCK_Q * BLOCK_K)
-        self.output_data = torch.empty(BLOCK_H * BLOCK_Q * self.v_dim)
+        self.query_data = _floats(BLOCK_H * BLOCK_Q * self.depth)
+        self.key_data = _floats(BLOCK_H * BLOCK_K * self.depth)
+        self.value_data = _floats(BLOCK_H * BLOCK_K * self.v_dim)
+        self.score_data = _floats(BLOCK_H * BLOCK_Q * BLOCK_K)
+        self.output_data = _floats(BLOCK_H * BLOCK_Q * self.v_dim)
 
     def query(self, args: PrefillArgs, heads: slice, rows: slice, factor: float) -> torch.Tensor:
         """Return the queries [h, n, q_depth] times `factor` and their own scales."""
@@ -172,7 +176,7 @@ def _attend_tile(args: PrefillArgs, tiles: Tiles, seq: Sequence, heads: slice, f
     rows = slice(seq.row + first, seq.row + last)
     query = tiles.query(args, heads, rows, factor)
     output = tiles.output(heads, count)
-    row_max = torch.full((output.shape[0], count, 1), FLOOR)  # base 2, like all scores here
+    row_max = torch.full_like(output[..., :1], FLOOR)  # base 2, like all scores here
     row_sum = torch.zeros_like(row_max)
 
     for j, tile_class in enumerate(classes):
@@ -208,10 +212,10 @@ def _attend_tile(args: PrefillArgs, tiles: Tiles, seq: Sequence, heads: slice, f
 
 def _tile_classes(mask: Mask, seq: Sequence, heads: slice) -> list[list[int]]:
     """Return for every query tile and key tile whether it is hidden, partial or visible for all the heads together."""
-    queries, keys = torch.arange(0, seq.new, BLOCK_Q).view(-1, 1), torch.arange(0, seq.n_keys, BLOCK_K)
+    queries, keys = _arange(0, seq.new, BLOCK_Q).view(-1, 1), _arange(0, seq.n_keys, BLOCK_K)
     classes = mask.tile_class(
-        torch.tensor(seq.index),
-        torch.arange(heads.start, heads.stop).view(-1, 1, 1),
+        torch.tensor(seq.index, device="cpu"),
+        _arange(heads.start, heads.stop).view(-1, 1, 1),
         queries + seq.start,
         (queries + BLOCK_Q).clamp(max=seq.new) + (seq.start - 1),
         keys + seq.offset,
@@ -232,10 +236,10 @@ def _mask_scores(mask: Mask, scores: torch.Tensor, seq: Sequence, heads: slice, 
         scores[:, :height, :width].add_(block, alpha=LOG2E)
         scores[:, height:] = -math.inf
         scores[:, :, width:] = -math.inf
-    head = torch.arange(heads.start, heads.stop).view(-1, 1, 1)
-    pos_q = torch.arange(queries).view(-1, 1) + (seq.start + first)
-    pos_k = torch.arange(keys) + (seq.offset + key)
-    scores.masked_fill_(~mask.visible(torch.tensor(seq.index), head, pos_q, pos_k), -math.inf)
+    head = _arange(heads.start, heads.stop).view(-1, 1, 1)
+    pos_q = _arange(queries).view(-1, 1) + (seq.start + first)
+    pos_k = _arange(keys) + (seq.offset + key)
+    scores.masked_fill_(~mask.visible(torch.tensor(seq.index, device="cpu"), head, pos_q, pos_k), -math.inf)
 
 
 def _sequences(args: PrefillArgs, granularity: int) -> list[Sequence]:
@@ -268,7 +272,7 @@ def _rope_rows(args: PrefillArgs, granularity: int, b: int, key: int, offset: in
     """Return the rope part of the keys of a sequence as f32 [n_keys, dr]."""
     cache = args.cache
     if cache is not None:
-        position = torch.arange(offset, offset + n_keys)
+        position = _arange(offset, offset + n_keys)
         page = position // cache.page_size
         if cache.page_indptr is None:
             page = cache.page_table[b, : -(-(offset + n_keys) // cache.page_size)].long()[page]
@@ -284,7 +288,7 @@ def _rope_rows(args: PrefillArgs, granularity: int, b: int, key: int, offset: in
         scales = None if args.rope_scales is None else args.rope_scales[where]
     rope = rope.float()
     if scales is not None:
-        rope = rope * scales[:, (base + torch.arange(rope.shape[-1])) // granularity]
+        rope = rope * scales[:, (base + _arange(rope.shape[-1])) // granularity]
     return rope
 
 

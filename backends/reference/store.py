@@ -8,6 +8,7 @@ from mla.backends.reference.gather import locate
 from mla.problem import StoreArgs
 
 
+@torch.inference_mode()
 def store(args: StoreArgs) -> None:
     """Scatter the rows to their pages, quantised where the cache has scales."""
     cache = args.cache
