@@ -35,10 +35,9 @@
 // the batch.
 //
 // Budget of a tile of 192 x 128: 15.7 MFLOP, 3,840 cycles of the tensor cores; 80 KB from L2, 21 B a cycle; about 440
-// issue slots of each of 12 warps beside the products, 1,320 of each scheduler. The power limit (700 W) holds the clock
-// at 1.5 to 1.6 GHz: 1 x 32,768 causal runs at 700 to 712 TFLOP/s, 1 x 8,192 at 670 to 683 (two H200s, 2026-11-29),
-// where an 8192^3 matmul does 650 to 700. docs/hopper.md tells why it is built like this, docs/perf-log.md what was
-// tried.
+// issue slots of each of 12 warps beside the products, 1,320 of each scheduler. The power limit (700 W) sets the clock.
+// Measured on two H200s, 2026-11-29, causal: 1 x 32,768 at 679 to 712 TFLOP/s, 1 x 8,192 at 656 to 683. docs/hopper.md
+// tells why it is built like this, docs/perf-log.md what was tried.
 #include "prefill_layout.cuh"
 #include "prefill_producer.cuh"
 #include "prefill_consumer.cuh"
