@@ -1,7 +1,8 @@
 """Every Triton kernel for every architecture, compiled here without a GPU; what the compilers report is asserted.
 
 No spills: nothing of a thread's registers in memory (scalar registers that AMD's compiler keeps in vector lanes do not
-count). float32, and sm_90's kernel for other problems than its own, may keep a few words there outside their loops.
+count). On NVIDIA, prefill in float32 or with softcap, and on sm_90 prefill of what its own kernel does not serve,
+may keep a few words there.
 Shared memory (LDS) within what a block may have, and prefill within the bound that chooses its tile.
 """
 
@@ -27,7 +28,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on", allow_module_level=True)
 
 ARCHS = ("sm_80", "sm_90a", "gfx90a", "gfx942", "gfx950")
-#: Bytes of stack that float32, and prefill.prefill on sm_90, may have.
+#: Bytes of stack that those may have.
 STACK_BYTES = 96
 CASES = [
     pytest.param(arch, entry, index, problem, id=f"{arch}-{entry.__name__}-{index}")
@@ -52,15 +53,38 @@ def stack_bytes(kernel: Any) -> int:
     return int(stack)
 
 
+def copies_before_exec(text: str) -> list[str]:
+    """Copies to accumulation registers between a label of AMD assembly and the restoration of the exec mask behind it.
+
+    LLVM's register allocator has put them there under pressure: lanes that come back miss them.
+    """
+    found = []
+    lines = [line for line in map(str.strip, text.split("\n")) if line and not line.startswith((".loc", ";", ".Ltmp"))]
+    for i, label in enumerate(lines):
+        if label.startswith(".LBB"):
+            block = lines[i + 1 : i + 12]
+            ends = [j for j, line in enumerate(block) if line.startswith(("s_or_b64 exec, exec", "s_cbranch", ".LBB"))]
+            if ends and block[ends[0]].startswith("s_or_b64 exec"):
+                found += [line for line in block[: ends[0]] if line.startswith(("v_accvgpr_write", "v_accvgpr_mov"))]
+    return found
+
+
 @pytest.mark.parametrize(("arch", "entry", "index", "problem"), CASES)
 def test_compiles_without_spills(arch: str, entry: Any, index: int, problem: Problem) -> None:
     assert arch == "sm_90a" or entry is not PrefillHopper
     assert entry is PrefillHopper or entry.check(problem, arch) is None
     for spec in entry.specs(problem, arch):
         kernel = compiler.build(spec, arch)
-        lenient = spec.name == "prefill.prefill" and (problem.dtypes == "fp32" or arch == "sm_90a")
+        heavy = problem.dtypes == "fp32" or "softcap" in problem.features or arch == "sm_90a"
+        lenient = spec.name == "prefill.prefill" and arch.startswith("sm_") and heavy
         assert stack_bytes(kernel) <= (STACK_BYTES if lenient else 0), spec
         assert kernel.metadata.shared <= configs.shared_bytes(arch)
+        assert not copies_before_exec(kernel.asm.get("amdgcn", ""))
+
+
+def test_a_copy_before_exec_is_found() -> None:
+    text = ".LBB0_78:\n\tv_accvgpr_write_b32 a62, v150\n\ts_or_b64 exec, exec, s[0:1]\n"
+    assert copies_before_exec(text) == ["v_accvgpr_write_b32 a62, v150"]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
