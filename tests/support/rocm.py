@@ -33,7 +33,8 @@ def assembly(spec: KernelSpec, arch: str, mutate: Mutation | None = None) -> str
     text = compiler.unit(spec, arch).text
     if mutate is not None:
         mutated = mutate(text)
-        assert mutated != text, "the mutation changes nothing"
+        if mutated == text:
+            raise ValueError("the mutation changes nothing")
         text = mutated
     return compile_hip(text, arch)
 

@@ -3,10 +3,11 @@
 //   row r of sequence s (row_offsets[s] <= r < row_offsets[s+1]) = cache row at position r - row_offsets[s] + cache_offsets[s]
 //   rows outside [row_offsets[0], row_offsets[B]) = 0
 //
-// One wave copies kRows rows, 8 elements a lane: lane i < kRows finds the source of row i (bisection of row_offsets, page table), the
-// wave then has all their bytes in flight at once.
+// One wave copies kRows rows, 8 elements a lane: lane i < kRows finds the source of row i (bisection of row_offsets,
+// page table), the wave then has all their bytes in flight at once.
 //
-// Budget: bf16, a row reads 1,024 bytes and writes as many: 0.39 ns a row at the 5.3 TB/s of MI300X's HBM. Never run on AMD hardware yet.
+// Budget: bf16, a row reads 1,024 bytes and writes as many: 0.39 ns a row at the 5.3 TB/s of MI300X's HBM. Never run on
+// AMD hardware yet.
 
 #include "chunk.hpp"
 #include "paged.hpp"
@@ -17,11 +18,11 @@ struct GatherParams {
   PagedRows latent;
   PagedRows scales;  // data null: the cache is not quantised
   PageTable table;
-  const int* row_offsets;    // [B+1]
+  const int* row_offsets;  // [B+1]
   const int* cache_offsets;  // [B]
-  const int* length;         // rows to write, on the device; null: `rows`
-  uint8_t* output;           // [N, 512]
-  int64_t output_stride;     // in bytes
+  const int* length;  // rows to write, on the device; null: `rows`
+  uint8_t* output;  // [N, 512]
+  int64_t output_stride;  // in bytes
   int batch_size;
   int rows;  // rows to write, or the most there can be
 };
@@ -75,6 +76,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) mla_gather(GatherParams p)
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     if (first + i >= end) return;
-    store_chunk(p.output + (first + i) * p.output_stride + column * sizeof(Output), dequantize_chunk<Output>(chunk[i], scale[i]));
+    store_chunk(p.output + (first + i) * p.output_stride + column * sizeof(Output),
+                dequantize_chunk<Output>(chunk[i], scale[i]));
   }
 }

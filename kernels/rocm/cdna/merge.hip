@@ -2,12 +2,15 @@
 //
 //   lse = ln(e^p + e^s)      out = w * prefix + (1 - w) * suffix,  w = e^(p - lse) = 1 / (1 + e^(s - p))
 //
-// A side with LSE -inf or +inf is empty: it weighs nothing and its output is never read. Both empty: 0 and -inf. NaN spreads.
+// A side with LSE -inf or +inf is empty: it weighs nothing and its output is never read. Both empty: 0 and -inf. NaN
+// spreads.
 //
-// kLanes neighbouring lanes merge one (token, head), 8 elements each; a thread takes kRows of them, all loads first. The lanes of a row
-// lie in one wave, whose loads are done before its first store, so the output may be one of the inputs, and its LSE too.
+// kLanes neighbouring lanes merge one (token, head), 8 elements each; a thread takes kRows of them, all loads first.
+// The lanes of a row lie in one wave, whose loads are done before its first store, so the output may be one of the
+// inputs, and its LSE too.
 //
-// Budget: bf16, dv 128: 3 x 256 + 12 bytes a (token, head): 0.15 ns at the 5.3 TB/s of MI300X's HBM. Never run on AMD hardware yet.
+// Budget: bf16, dv 128: 3 x 256 + 12 bytes a (token, head): 0.15 ns at the 5.3 TB/s of MI300X's HBM. Never run on AMD
+// hardware yet.
 
 #include "cdna.hpp"
 #include "chunk.hpp"
@@ -52,7 +55,8 @@ MLA_DEVICE Weights weights_of(float prefix, float suffix) {
   if (empty(prefix) && empty(suffix)) return {0.0f, 0.0f, -infinity()};
   if (empty(prefix)) return {0.0f, 1.0f, suffix};
   if (empty(suffix)) return {1.0f, 0.0f, prefix};
-  const float difference = (suffix - prefix) * kLog2e;  // 2^difference may overflow to infinity: its reciprocal is then 0
+  const float difference =
+      (suffix - prefix) * kLog2e;  // 2^difference may overflow to infinity: its reciprocal is then 0
   const float ratio = exp2_flushed(-absolute(difference));
   return {1.0f / (1.0f + exp2_flushed(difference)), 1.0f / (1.0f + exp2_flushed(-difference)),
           maximum(prefix, suffix) + kLn2 * log2_normal(1.0f + ratio)};
@@ -92,6 +96,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) mla_merge(MergeParams p) {
     for (int j = 0; j < kChunk; ++j)
       merged.v[j] = from_float<Output>(to_float(prefix[i].v[j]) * w.prefix + to_float(suffix[i].v[j]) * w.suffix);
     store_chunk(row_of(p.output, token, head) + column * sizeof(Output), merged);
-    if (p.output_lse.data != nullptr && column == 0) *reinterpret_cast<float*>(row_of(p.output_lse, token, head)) = w.lse;
+    if (p.output_lse.data != nullptr && column == 0)
+      *reinterpret_cast<float*>(row_of(p.output_lse, token, head)) = w.lse;
   }
 }

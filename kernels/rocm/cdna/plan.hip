@@ -9,8 +9,8 @@
 //        sequences  |-- before: summed --|-- own tile: scanned --|
 //        group x                         x * tile                (x+1) * tile
 //
-// A workgroup needs nothing from another one: it sums what lies before its tile and scans the tile itself. The host makes at most 64
-// tiles, so that is O(B) work in one launch.
+// A workgroup needs nothing from another one: it sums what lies before its tile and scans the tile itself. The host
+// makes at most 64 tiles, so that is O(B) work in one launch.
 //
 // LDS: one 64-bit sum a wave, twice. Numerics: integers. Never run on AMD hardware yet: no measured time.
 
@@ -18,18 +18,18 @@
 
 struct PlanParams {
   const int* input_row_offsets;  // [B+1]
-  const int* lengths;            // [B]
-  int* buffer_row_offsets;       // [C, B+1]
-  int* cache_offsets;            // [C, B]
-  int* buffer_lengths;           // [C]
-  int* required_chunks;          // [1] or null
-  int batch_size;                // B
-  int chunks;                    // C
-  int buffer_token_size;         // N
-  int page_size;                 // P
+  const int* lengths;  // [B]
+  int* buffer_row_offsets;  // [C, B+1]
+  int* cache_offsets;  // [C, B]
+  int* buffer_lengths;  // [C]
+  int* required_chunks;  // [1] or null
+  int batch_size;  // B
+  int chunks;  // C
+  int buffer_token_size;  // N
+  int page_size;  // P
   int lengths_include_new;
-  int tile;    // sequences of a workgroup, a multiple of the threads
-  int tiles;   // workgroups along x
+  int tile;  // sequences of a workgroup, a multiple of the threads
+  int tiles;  // workgroups along x
   int groups;  // and along y
 };
 
@@ -88,7 +88,8 @@ MLA_DEVICE void write_lengths(const PlanParams& p, int64_t end) {
   const int64_t n = p.buffer_token_size;
   for (int c = workgroup_y() + thread_id() * p.groups; c < p.chunks; c += MLA_THREADS * p.groups)
     p.buffer_lengths[c] = p.batch_size == 0 ? 0 : c * n < end ? clamp(end - c * n, n) : -1;
-  if (p.required_chunks != nullptr && workgroup_y() == 0 && thread_id() == 0) *p.required_chunks = int((end + n - 1) / n);
+  if (p.required_chunks != nullptr && workgroup_y() == 0 && thread_id() == 0)
+    *p.required_chunks = int((end + n - 1) / n);
 }
 
 extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) mla_plan(PlanParams p) {

@@ -1,24 +1,28 @@
-// MLA prefill attention on MFMA:  O = softmax(scale * (Q_nope K^T + Q_rope R^T), masked) V,  lse = ln sum exp, over ragged sequences.
+// MLA prefill attention on MFMA:  O = softmax(scale * (Q_nope K^T + Q_rope R^T), masked) V,  lse = ln sum exp, over
+// ragged sequences.
 //
-// Tiling: a workgroup takes kBlockM = 32 * kWaves queries of one (sequence, head) and walks its keys kBlockN at a time. A wave owns 32
-// queries and computes everything transposed, so that a lane keeps one query from the scores to the output:
+// Tiling: a workgroup takes kBlockM = 32 * kWaves queries of one (sequence, head) and walks its keys kBlockN at a time.
+// A wave owns 32 queries and computes everything transposed, so that a lane keeps one query from the scores to the
+// output:
 //
 //        S^T [keys, 32] = K [keys, d] Q^T [d, 32]        two phases, nope then rope columns, into one accumulator
 //        O^T [dv, 32]  += V^T [dv, keys] P^T [keys, 32]
 //
 //   lane 0..63         registers (16 a 32 x 32 block): S^T rows (r / 4) * 8 + (lane / 32) * 4 + r % 4, column lane % 32 = its query
 //
-// The register layout of S^T is that of P^T as an MFMA operand, so P never leaves its lane; row maxima take one exchange with lane ^ 32.
+// The register layout of S^T is that of P^T as an MFMA operand, so P never leaves its lane; row maxima take one
+// exchange with lane ^ 32.
 //
-// Roles: every wave loads its share of the next tile into registers before it computes on this one, and writes it to the other LDS stage
-// after. Registers: Q (kQDepth / 4), O (kVDim / 2), scores (kBlockN / 2), the share of a tile. LDS: two stages, see prefill_tile.hpp.
-// Barriers: one a tile; it separates the reads of a stage from the writes two tiles later, and those writes from their reads.
+// Roles: every wave loads its share of the next tile into registers before it computes on this one, and writes it to
+// the other LDS stage after. Registers: Q (kQDepth / 4), O (kVDim / 2), scores (kBlockN / 2), the share of a tile. LDS:
+// two stages, see prefill_tile.hpp. Barriers: one a tile; it separates the reads of a stage from the writes two tiles
+// later, and those writes from their reads.
 //
 // Order of work: prefill_schedule.hpp.
 //
-// Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; rows at or past n_keys are never read.
-// A row's bits depend on its own sequence alone: the key tiles are fixed, masked and unmasked paths agree, and a tile hidden for a
-// row changes nothing in it.
+// Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; rows at or past n_keys are
+// never read. A row's bits depend on its own sequence alone: the key tiles are fixed, masked and unmasked paths agree,
+// and a tile hidden for a row changes nothing in it.
 //
 // Budget and bound: docs/rocm.md. Never run on AMD hardware yet: no measured share.
 
@@ -29,11 +33,11 @@
 #include "prefill_tile.hpp"
 
 struct PrefillParams {
-  HeadRows q;       // [T, H, kQDepth]
-  HeadRows k;       // [L, H, kNopeDim]
-  HeadRows v;       // [L, H, kVDim]
+  HeadRows q;  // [T, H, kQDepth]
+  HeadRows k;  // [L, H, kNopeDim]
+  HeadRows v;  // [L, H, kVDim]
   HeadRows output;  // [T, H, kVDim]
-  PagedRows rope;         // paged; batched: page_stride is that of a sequence; ragged: rows as k
+  PagedRows rope;  // paged; batched: page_stride is that of a sequence; ragged: rows as k
   PagedRows rope_scales;  // of an 8-bit rope: one f32 a key, addressed as the rope
   PageTable page_table;
   SequenceArgs sequences;
@@ -94,7 +98,8 @@ MLA_DEVICE int class_of(const PrefillParams& p, const Item& item, int q_lo, int 
 #if MLA_MASK_ALWAYS
   return kTileVisible;
 #else
-  const int k_lo = item.s.offset + tile * kBlockN, k_hi = item.s.offset + smaller(item.s.n_keys, (tile + 1) * kBlockN) - 1;
+  const int k_lo = item.s.offset + tile * kBlockN,
+            k_hi = item.s.offset + smaller(item.s.n_keys, (tile + 1) * kBlockN) - 1;
   return mask_tile_class(p.mask, item.b, item.h, item.s.start + q_lo, item.s.start + q_hi, k_lo, k_hi);
 #endif
 }
@@ -105,7 +110,8 @@ struct Queries {
 
   MLA_DEVICE void load(const PrefillParams& p, const Item& item, int row) {
     const int64_t token = item.s.q_begin + row;
-    const uint8_t* columns = p.q.data + token * p.q.token_stride + item.h * p.q.head_stride + lane_id() / 32 * kChunkBytes;
+    const uint8_t* columns =
+        p.q.data + token * p.q.token_stride + item.h * p.q.head_stride + lane_id() / 32 * kChunkBytes;
 #pragma unroll
     for (int i = 0; i < kQDepth / 16; ++i) fragment[i] = load_global<u32x4>(columns + 2 * i * kChunkBytes);
   }
@@ -114,8 +120,8 @@ struct Queries {
 // Fragments that are on their way from LDS while the matrix unit works on one: 64 cycles of reads at 128 bytes a cycle.
 constexpr int kFragmentsAhead = 4;
 
-// Nope, then rope columns; with a scaled rope the other way round, so that its sum is scaled before the nope columns join it.
-// rope_scale: that of key lane % kBlockN.
+// Nope, then rope columns; with a scaled rope the other way round, so that its sum is scaled before the nope columns
+// join it. rope_scale: that of key lane % kBlockN.
 MLA_DEVICE f32x16 score_tile(uint8_t* lds, const FragmentPlaces& places, const Queries& q, float rope_scale) {
   f32x16 sum = {};
   const auto add = [&](int first, int last) {
@@ -136,7 +142,8 @@ MLA_DEVICE f32x16 score_tile(uint8_t* lds, const FragmentPlaces& places, const Q
   return sum;
 }
 
-MLA_DEVICE void weigh_values(uint8_t* lds, const FragmentPlaces& places, const u32x4 (&p)[kBlockN / 16], f32x16 (&o)[kVDim / 32]) {
+MLA_DEVICE void weigh_values(uint8_t* lds, const FragmentPlaces& places, const u32x4 (&p)[kBlockN / 16],
+                             f32x16 (&o)[kVDim / 32]) {
 #pragma unroll
   for (int d = 0; d < kVDim / 32; ++d)
 #pragma unroll
@@ -148,12 +155,15 @@ MLA_DEVICE void weigh_values(uint8_t* lds, const FragmentPlaces& places, const u
 // Four consecutive columns of the output.
 MLA_DEVICE void store_quad(float*, uint8_t* p, f32x4 x) { store_global(p, x); }
 template <typename T> MLA_DEVICE void store_quad(T*, uint8_t* p, f32x4 x) {
-  const auto pair = [](float a, float b) { return uint32_t(from_float<T>(a).bits) | uint32_t(from_float<T>(b).bits) << 16; };
+  const auto pair = [](float a, float b) {
+    return uint32_t(from_float<T>(a).bits) | uint32_t(from_float<T>(b).bits) << 16;
+  };
   store_global(p, u32x2{pair(x[0], x[1]), pair(x[2], x[3])});
 }
 
 // `state.l` is the whole denominator here.
-MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowState state, const f32x16 (&o)[kVDim / 32]) {
+MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowState state,
+                       const f32x16 (&o)[kVDim / 32]) {
   float m = state.m, total = state.l, factor = 1.0f;
 #if MLA_SINKS
   const float sink = kLog2e * p.sinks[item.h];
@@ -175,7 +185,8 @@ MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowSta
                  f32x4{o[d][4 * g], o[d][4 * g + 1], o[d][4 * g + 2], o[d][4 * g + 3]} * weight);
 #if MLA_LSE
   if (lane_id() < 32)
-    p.lse[token * p.lse_token_stride + item.h * p.lse_head_stride] = total > 0.0f ? kLn2 * (m + log2_normal(total)) : -infinity();
+    p.lse[token * p.lse_token_stride + item.h * p.lse_head_stride] =
+        total > 0.0f ? kLn2 * (m + log2_normal(total)) : -infinity();
 #endif
 }
 
@@ -185,7 +196,8 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   if (!find_item(p, item)) return;
 
   const Sequence& s = item.s;
-  const int wave_first = item.first + wave_id() * kRowsPerWave, wave_last = smaller(wave_first + kRowsPerWave, s.new_) - 1;
+  const int wave_first = item.first + wave_id() * kRowsPerWave,
+            wave_last = smaller(wave_first + kRowsPerWave, s.new_) - 1;
   const int group_last = smaller(item.first + kBlockM, s.new_) - 1;
   const int row = wave_first + lane_id() % 32;
   Queries q;
@@ -207,7 +219,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   TileRegisters registers;
   int tile = -2, next = -1, stage = 0;
   float rope_scale = 1.0f;  // of the tile in LDS
-  wait_for_loads();         // the queries
+  wait_for_loads();  // the queries
   while (tile < tiles) {
     if (next >= 0 && next < tiles) registers.fetch(source, next);
     const int after = next_visible(next + 1);

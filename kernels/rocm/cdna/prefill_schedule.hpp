@@ -1,9 +1,11 @@
-// Order of work of a prefill call, worked out by each wave from the lengths of the sequences: no table, no kernel before this one.
+// Order of work of a prefill call, worked out by each wave from the lengths of the sequences: no table, no kernel
+// before this one.
 //
-// A slot is a tile of kBlockM queries of one sequence; the grid has heads along x, slots along y and z. Heads are innermost: neighbouring
-// workgroups go to different XCDs, so a head's keys stay in one XCD's L2 when the heads are a multiple of 8. The tiles of a sequence go from
-// the last, with a causal mask the longest, to the first. Up to 64 sequences are taken by falling key count, a lane each; more in
-// the order of the batch. Results do not depend on the order.
+// A slot is a tile of kBlockM queries of one sequence; the grid has heads along x, slots along y and z. Heads are
+// innermost: neighbouring workgroups go to different XCDs, so a head's keys stay in one XCD's L2 when the heads are a
+// multiple of 8. The tiles of a sequence go from the last, with a causal mask the longest, to the first. Up to 64
+// sequences are taken by falling key count, a lane each; more in the order of the batch. Results do not depend on the
+// order.
 #pragma once
 #include "prefill_tile.hpp"
 #include "ragged.hpp"
@@ -23,7 +25,8 @@ MLA_DEVICE Slot sorted_slot(const SequenceArgs& args, int batch_size, int slot) 
     tiles = ceil_div(s.new_, kBlockM);
   }
   for (int other = 0; other < batch_size; ++other) {
-    const int other_keys = __builtin_amdgcn_readlane(keys, other), other_tiles = __builtin_amdgcn_readlane(tiles, other);
+    const int other_keys = __builtin_amdgcn_readlane(keys, other),
+              other_tiles = __builtin_amdgcn_readlane(tiles, other);
     first += other_keys > keys || (other_keys == keys && other < lane) ? other_tiles : 0;
   }
   const uint64_t owner = ballot(first <= slot && slot < first + tiles);

@@ -3,8 +3,8 @@
 #pragma once
 #include "prefill_tile.hpp"
 
-// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost. Decided for each
-// row by itself, so that its bits do not depend on its neighbours.
+// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost.
+// Decided for each row by itself, so that its bits do not depend on its neighbours.
 constexpr float kGrowth = 8.0f;
 
 // Key of register r in its tile, less the lane's own part.
@@ -37,8 +37,8 @@ MLA_DEVICE void scale_scores(f32x16& s, const ScoreScale& scale) {
 #endif
 }
 
-// Hides by select. b, h: sequence and head; q: the lane's position; k: position of the tile's first key; keys: keys that count in it;
-// start: position of the sequence's first query.
+// Hides by select. b, h: sequence and head; q: the lane's position; k: position of the tile's first key; keys: keys
+// that count in it; start: position of the sequence's first query.
 MLA_DEVICE void mask_scores(f32x16& s, const MaskArgs& mask, int b, int h, int q, int k, int keys, int start) {
   const int own = lane_key();
   if (keys < kBlockN) {
@@ -47,7 +47,8 @@ MLA_DEVICE void mask_scores(f32x16& s, const MaskArgs& mask, int b, int h, int q
     for (int r = 0; r < 16; ++r) s[r] = register_key(r) < limit ? s[r] : -infinity();
   }
 #if !MLA_MASK_ALWAYS
-  // Positions relative to the lane's first key, hidden from the compiler's algebra: `k <= q` then compares a constant with a register.
+  // Positions relative to the lane's first key, hidden from the compiler's algebra: `k <= q` then compares a constant
+  // with a register.
   const int first = k + own;
   int ahead = q - first;
   asm volatile("" : "+v"(ahead));

@@ -5,14 +5,16 @@
 //   keys    [kBlockN][kQDepth]   16-bit, row = key: nope columns, then rope columns
 //   values  [kVDim][kBlockN]     16-bit, transposed: row = column of V, so that the keys of a sum lie side by side
 //
-// All fragments are read 16 bytes a lane (ds_read_b128), which the LDS serves eight lanes at a time, 128 bytes from 32 banks. The eight
-// lanes are either 8i..8i+7 or, by the vendor's notes, two groups of four whose numbers are {0-3, 4-7} mod 8; either way they hold eight
-// rows that differ mod 8, all at the same 16-byte chunk. A row of keys is a multiple of 128 bytes, so chunk c of row r is stored at
-// chunk c ^ (r % 8): eight rows, eight places. A row of values is 64 bytes: chunk c ^ (r / 2 % 4).
-// The writes of keys (16 bytes a lane, neighbouring chunks of one row) meet no conflict; those of values (8 bytes a lane) at most one.
+// All fragments are read 16 bytes a lane (ds_read_b128), which the LDS serves eight lanes at a time, 128 bytes from 32
+// banks. The eight lanes are either 8i..8i+7 or, by the vendor's notes, two groups of four whose numbers are {0-3, 4-7}
+// mod 8; either way they hold eight rows that differ mod 8, all at the same 16-byte chunk. A row of keys is a multiple
+// of 128 bytes, so chunk c of row r is stored at chunk c ^ (r % 8): eight rows, eight places. A row of values is 64
+// bytes: chunk c ^ (r / 2 % 4). The writes of keys (16 bytes a lane, neighbouring chunks of one row) meet no conflict;
+// those of values (8 bytes a lane) at most one.
 //
-// Key order inside the values: the scores of 16 keys leave MFMA with keys 0-3, 8-11 in lanes 0-31 and 4-7, 12-15 in lanes 32-63
-// (four a register group). A lane's eight keys are stored side by side: block of four keys j lies at block (j % 2) * 2 + j / 2.
+// Key order inside the values: the scores of 16 keys leave MFMA with keys 0-3, 8-11 in lanes 0-31 and 4-7, 12-15 in
+// lanes 32-63 (four a register group). A lane's eight keys are stored side by side: block of four keys j lies at block
+// (j % 2) * 2 + j / 2.
 #pragma once
 #include "cdna.hpp"
 #include "paged.hpp"
@@ -28,7 +30,8 @@ constexpr int kBlockM = kWaves * kRowsPerWave, kBlockN = 32;  // a wave's scores
 constexpr int kChunkBytes = 16, kElementBytes = 2;
 
 constexpr int kKeyPitch = kQDepth * kElementBytes, kValuePitch = kBlockN * kElementBytes;
-constexpr int kKeysBytes = kBlockN * kKeyPitch, kValuesBytes = kVDim * kValuePitch, kStageBytes = kKeysBytes + kValuesBytes;
+constexpr int kKeysBytes = kBlockN * kKeyPitch, kValuesBytes = kVDim * kValuePitch,
+              kStageBytes = kKeysBytes + kValuesBytes;
 static_assert(sizeof(Element) == kElementBytes, "16-bit elements");
 static_assert(kKeyPitch % 128 == 0 && kValuePitch == 64, "what the swizzles assume");
 
@@ -44,8 +47,9 @@ MLA_DEVICE int value_place(int column, int chunk) {
   return kKeysBytes + column * kValuePitch + ((chunk ^ (column >> 1 & 3)) * kChunkBytes);
 }
 
-// A lane's own part of its fragments' places. Fragment i of the keys is chunk 2 * i + lane / 32 of row lane % 32: the swizzle turns the
-// low three bits of the chunk, so four offsets serve all; two serve the values, whose rows differ by multiples of 8.
+// A lane's own part of its fragments' places. Fragment i of the keys is chunk 2 * i + lane / 32 of row lane % 32: the
+// swizzle turns the low three bits of the chunk, so four offsets serve all; two serve the values, whose rows differ by
+// multiples of 8.
 struct FragmentPlaces {
   int key[4], value[2];
 
@@ -88,22 +92,22 @@ template <typename T> struct RopeChunk<T, true> {
   }
 };
 
-// Where the keys of one (sequence, head) lie. Row strides are below 2^25 bytes (the host sees to it), so that a tile's own offsets take
-// 32 bits; what leads to the tile takes 64.
+// Where the keys of one (sequence, head) lie. Row strides are below 2^25 bytes (the host sees to it), so that a tile's
+// own offsets take 32 bits; what leads to the tile takes 64.
 struct KeySource {
-  const uint8_t* k;     // first key's nope columns
-  const uint8_t* v;     // first key's values
+  const uint8_t* k;  // first key's nope columns
+  const uint8_t* v;  // first key's values
   const uint8_t* rope;  // batched, ragged: first key's rope
   uint32_t k_stride, v_stride, rope_stride;
-  PagedRows rope_rows;    // paged
-  PagedRows scale_rows;   // of an 8-bit rope: paged; else `data` is the first key's
+  PagedRows rope_rows;  // paged
+  PagedRows scale_rows;  // of an 8-bit rope: paged; else `data` is the first key's
   const int* rope_pages;  // paged: pages of the sequence
-  int offset;             // paged: position of the first key
-  int n_keys;             // > 0
+  int offset;  // paged: position of the first key
+  int n_keys;  // > 0
 };
 
-// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key: finite, and hidden later, so that nothing of
-// what lies there is read.
+// Registers of one thread: its share of a tile. Rows at or past n_keys repeat the last key: finite, and hidden later,
+// so that nothing of what lies there is read.
 struct TileRegisters {
   static constexpr int kRowChunks = kNopeDim / 8, kRopeRowChunks = kRopeDim / 8;
   static constexpr int kNopeChunks = kBlockN * kRowChunks, kRopeChunks = kBlockN * kRopeRowChunks;
@@ -116,9 +120,9 @@ struct TileRegisters {
   u32x4 nope[kNope];
   RopeChunk<RopeElement> rope[kRope];
   uint32_t value[kValue][4];
-  int page[kRope];   // of the rope rows of the tile after this one
-  float scale;       // of an 8-bit rope: the scale of key lane % kBlockN
-  int scale_page;    // and its page
+  int page[kRope];  // of the rope rows of the tile after this one
+  float scale;  // of an 8-bit rope: the scale of key lane % kBlockN
+  int scale_page;  // and its page
 
   MLA_DEVICE static int item(int i) { return thread_id() + i * kThreads; }
   MLA_DEVICE static bool has_rope() { return kRopeChunks >= kThreads || wave_id() * kWaveSize < kRopeChunks; }
@@ -147,8 +151,10 @@ struct TileRegisters {
   }
 
   MLA_DEVICE void fetch(const KeySource& source, int tile) {
-    if ((tile + 1) * kBlockN <= source.n_keys) fetch_rows<true>(source, tile);
-    else fetch_rows<false>(source, tile);
+    if ((tile + 1) * kBlockN <= source.n_keys)
+      fetch_rows<true>(source, tile);
+    else
+      fetch_rows<false>(source, tile);
   }
 
   // WHOLE: all keys of the tile count. The lanes' offsets then are the same for every tile.
@@ -158,7 +164,8 @@ struct TileRegisters {
     const uint8_t* k = source.k + int64_t(first) * source.k_stride;
 #pragma unroll
     for (int i = 0; i < kNope; ++i)
-      nope[i] = load_global<u32x4>(k + (row_of(item(i) / kRowChunks) * source.k_stride + item(i) % kRowChunks * kChunkBytes));
+      nope[i] =
+          load_global<u32x4>(k + (row_of(item(i) / kRowChunks) * source.k_stride + item(i) % kRowChunks * kChunkBytes));
     if (has_rope()) {
 #pragma unroll
       for (int i = 0; i < kRope; ++i) {
@@ -189,7 +196,8 @@ struct TileRegisters {
       for (int j = 0; j < 4; ++j) {
         const uint32_t column = block.column * kElementBytes;
         if constexpr (WHOLE)
-          value[i][j] = load_global<uint32_t>(v + int64_t(j) * source.v_stride + (block.first_key * source.v_stride + column));
+          value[i][j] =
+              load_global<uint32_t>(v + int64_t(j) * source.v_stride + (block.first_key * source.v_stride + column));
         else
           value[i][j] = load_global<uint32_t>(v + (row_of(block.first_key + j) * source.v_stride + column));
       }
@@ -203,7 +211,8 @@ struct TileRegisters {
     if (has_rope()) {
 #pragma unroll
       for (int i = 0; i < kRope; ++i)
-        lds_at<u32x4>(lds, key_place(item(i) / kRopeRowChunks, kRowChunks + item(i) % kRopeRowChunks)) = rope[i].widened();
+        lds_at<u32x4>(lds, key_place(item(i) / kRopeRowChunks, kRowChunks + item(i) % kRopeRowChunks)) =
+            rope[i].widened();
     }
     constexpr uint32_t kLow = 0x05040100, kHigh = 0x07060302;  // both low halves, both high halves
 #pragma unroll

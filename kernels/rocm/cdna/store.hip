@@ -1,10 +1,10 @@
 // Store: this step's rows behind the cached ones; row i of sequence s goes to position cached[s] + i.
 //
-// Unquantised, a row is copied. Quantised in blocks of g columns of the 576-wide row (of the 512 latent ones when the rope stays
-// 16-bit):  scale = max(amax / largest, 2^-126),  stored = round(x / scale), saturating.
+// Unquantised, a row is copied. Quantised in blocks of g columns of the 576-wide row (of the 512 latent ones when the
+// rope stays 16-bit):  scale = max(amax / largest, 2^-126),  stored = round(x / scale), saturating.
 //
-// One wave stores a row, 8 elements a lane: the latent on all lanes, the rope on lanes 0-7. A block of columns lies in g / 8
-// neighbouring lanes, or in the whole row (g = 576).
+// One wave stores a row, 8 elements a lane: the latent on all lanes, the rope on lanes 0-7. A block of columns lies in
+// g / 8 neighbouring lanes, or in the whole row (g = 576).
 //
 // Budget: bf16 in and out, 2,304 bytes a row: 0.43 ns at the 5.3 TB/s of MI300X's HBM. Never run on AMD hardware yet.
 
@@ -18,11 +18,11 @@ struct StoreParams {
   PagedRows rope;
   PagedRows scales;  // data null: the cache is not quantised
   PageTable table;
-  const int* row_offsets;        // [B+1], cumulative new tokens
-  const int* lengths;            // [B]
+  const int* row_offsets;  // [B+1], cumulative new tokens
+  const int* lengths;  // [B]
   const uint8_t* latent_source;  // [T, 512]
-  const uint8_t* rope_source;    // [T, 64]
-  int64_t latent_stride;         // in bytes
+  const uint8_t* rope_source;  // [T, 64]
+  int64_t latent_stride;  // in bytes
   int64_t rope_stride;
   int lengths_include_new;
   int batch_size;
@@ -31,7 +31,7 @@ struct StoreParams {
 
 using Source = MLA_SOURCE;  // element of the step's rows
 using Latent = MLA_LATENT;  // element of the cache's latent
-using Rope = MLA_ROPE;      // and of its rope
+using Rope = MLA_ROPE;  // and of its rope
 constexpr int kRopeLanes = 64 / kChunk;
 constexpr int kGranularity = MLA_GRANULARITY;  // 0: not quantised
 constexpr bool kRopeScaled = kGranularity != 0 && sizeof(Rope) == 1;

@@ -9,24 +9,29 @@ typedef _Float16 h16x8 __attribute__((ext_vector_type(8)));
 typedef __bf16 b16x8 __attribute__((ext_vector_type(8)));
 #endif
 
-// D[32, 32] = A[32, 16] B[16, 32] + C. A lane gives 8 elements of row (column of B) lane % 32: the elements of lanes l and l + 32
-// together are the 16 of the sum, in any order that A and B share. It gets D[(r / 4) * 8 + (lane / 32) * 4 + r % 4][lane % 32], r < 16.
+// D[32, 32] = A[32, 16] B[16, 32] + C. A lane gives 8 elements of row (column of B) lane % 32: the elements of lanes l
+// and l + 32 together are the 16 of the sum, in any order that A and B share. It gets D[(r / 4) * 8 + (lane / 32) * 4 +
+// r % 4][lane % 32], r < 16.
 template <typename T> MLA_DEVICE f32x16 mfma_f32_32x32x16(u32x4 a, u32x4 b, f32x16 c) {
 #if defined(__gfx950__)
   if constexpr (is_same<T, bf16>)
-    return __builtin_amdgcn_mfma_f32_32x32x16_bf16(__builtin_bit_cast(b16x8, a), __builtin_bit_cast(b16x8, b), c, 0, 0, 0);
+    return __builtin_amdgcn_mfma_f32_32x32x16_bf16(__builtin_bit_cast(b16x8, a), __builtin_bit_cast(b16x8, b), c, 0, 0,
+                                                   0);
   else
-    return __builtin_amdgcn_mfma_f32_32x32x16_f16(__builtin_bit_cast(h16x8, a), __builtin_bit_cast(h16x8, b), c, 0, 0, 0);
+    return __builtin_amdgcn_mfma_f32_32x32x16_f16(__builtin_bit_cast(h16x8, a), __builtin_bit_cast(h16x8, b), c, 0, 0,
+                                                  0);
 #elif defined(__gfx942__) || defined(__gfx90a__)
-  const auto half = [](u32x4 x, int i) { return u32x2{x[2 * i], x[2 * i + 1]}; };  // bit_cast of a swizzle (.zw) takes .xy
+  const auto half = [](u32x4 x, int i) {
+    return u32x2{x[2 * i], x[2 * i + 1]};
+  };  // bit_cast of a swizzle (.zw) takes .xy
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if constexpr (is_same<T, bf16>)
-      c = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(__builtin_bit_cast(s16x4, half(a, i)), __builtin_bit_cast(s16x4, half(b, i)), c, 0,
-                                                   0, 0);
+      c = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(__builtin_bit_cast(s16x4, half(a, i)),
+                                                   __builtin_bit_cast(s16x4, half(b, i)), c, 0, 0, 0);
     else
-      c = __builtin_amdgcn_mfma_f32_32x32x8f16(__builtin_bit_cast(h16x4, half(a, i)), __builtin_bit_cast(h16x4, half(b, i)), c, 0, 0,
-                                               0);
+      c = __builtin_amdgcn_mfma_f32_32x32x8f16(__builtin_bit_cast(h16x4, half(a, i)),
+                                               __builtin_bit_cast(h16x4, half(b, i)), c, 0, 0, 0);
   }
   return c;
 #else
@@ -34,10 +39,14 @@ template <typename T> MLA_DEVICE f32x16 mfma_f32_32x32x16(u32x4 a, u32x4 b, f32x
 #endif
 }
 
-// Wait for every load from memory that is under way. Placed before a loop, it spares the loop the waits for what was loaded before.
-MLA_DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }  // vmcnt(0), the other counters at their maximum
+// Wait for every load from memory that is under way. Placed before a loop, it spares the loop the waits for what was
+// loaded before.
+MLA_DEVICE void wait_for_loads() {
+  __builtin_amdgcn_s_waitcnt(0x0f70);
+}  // vmcnt(0), the other counters at their maximum
 
-// Order for the compiler's scheduler: READS fragments from LDS, each for one mfma_f32_32x32x16, AHEAD of them before the first product.
+// Order for the compiler's scheduler: READS fragments from LDS, each for one mfma_f32_32x32x16, AHEAD of them before
+// the first product.
 template <int READS, int AHEAD> MLA_DEVICE void interleave_reads_with_mfma() {
 #if __has_builtin(__builtin_amdgcn_sched_group_barrier)
 #if defined(__gfx950__)
@@ -86,8 +95,8 @@ MLA_DEVICE float other_half(float x) {
 #endif
 }
 
-// Two floats as 16-bit elements of one register, `low` in bits 15:0. bf16 rounds to nearest with ties away from zero (half a unit in
-// the last place at most, as to nearest even); no NaN or infinity is asked for.
+// Two floats as 16-bit elements of one register, `low` in bits 15:0. bf16 rounds to nearest with ties away from zero
+// (half a unit in the last place at most, as to nearest even); no NaN or infinity is asked for.
 template <typename T> MLA_DEVICE uint32_t pack_finite(float low, float high) {
   if constexpr (is_same<T, fp16>) {
     typedef _Float16 h16x2 __attribute__((ext_vector_type(2)));

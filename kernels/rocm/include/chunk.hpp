@@ -1,5 +1,5 @@
-// Eight consecutive elements of a row, the share of one lane, moved in the widest accesses that MLA_ALIGNMENT (bytes, a power of two up
-// to 16 that divides every address involved) allows.
+// Eight consecutive elements of a row, the share of one lane, moved in the widest accesses that MLA_ALIGNMENT (bytes, a
+// power of two up to 16 that divides every address involved) allows.
 #pragma once
 #include "types.hpp"
 

@@ -1,12 +1,12 @@
-// Where a token of the paged cache lies. Offsets are 64-bit bytes; a page table is read only where a sequence has tokens.
-// The including file is compiled with MLA_PAGE_SIZE defined.
+// Where a token of the paged cache lies. Offsets are 64-bit bytes; a page table is read only where a sequence has
+// tokens. The including file is compiled with MLA_PAGE_SIZE defined.
 #pragma once
 #include "types.hpp"
 
 // Page ids of the batch: [B, cols] with a row stride, or the indptr/indices form.
 struct PageTable {
   const int* pages;
-  const int* indptr;   // [B+1], null for the two-dimensional form
+  const int* indptr;  // [B+1], null for the two-dimensional form
   int64_t row_stride;  // in entries; 0 in the indptr form
 };
 

@@ -1,4 +1,5 @@
-// The geometry of one sequence of a prefill call: which rows of q and k are its own, where they stand, how many keys it sees.
+// The geometry of one sequence of a prefill call: which rows of q and k are its own, where they stand, how many keys it
+// sees.
 //
 //   new    = cu_seqlens_q[b+1] - cu_seqlens_q[b]           rows = cu_seqlens_k[b+1] - cu_seqlens_k[b]
 //   length = paged: lengths[b] (+ new unless it includes them);  batched: rope_rows;  ragged: rows;   kv_lengths[b] overrides it
@@ -11,23 +12,23 @@
 enum RopeKind { kRopePaged = 0, kRopeBatched = 1, kRopeRagged = 2 };
 
 struct SequenceArgs {
-  const int* cu_seqlens_q;     // [B+1]
-  const int* cu_seqlens_k;     // [B+1]
-  const int* cache_offsets;    // [B] or null
-  const int* lengths;          // [B], paged rope
+  const int* cu_seqlens_q;  // [B+1]
+  const int* cu_seqlens_k;  // [B+1]
+  const int* cache_offsets;  // [B] or null
+  const int* lengths;  // [B], paged rope
   const int* start_positions;  // [B] or null
-  const int* kv_lengths;       // [B] or null
-  int lengths_include_new;     // paged rope
-  int rope_rows;               // batched rope: its second extent
+  const int* kv_lengths;  // [B] or null
+  int lengths_include_new;  // paged rope
+  int rope_rows;  // batched rope: its second extent
 };
 
 struct Sequence {
   int q_begin;  // row of q of its first query
-  int new_;     // queries
+  int new_;  // queries
   int k_begin;  // row of k and v of its first key
-  int n_keys;   // keys that count, of the rows of k that it has
-  int offset;   // position of its first key
-  int start;    // position of its first query; may be negative
+  int n_keys;  // keys that count, of the rows of k that it has
+  int offset;  // position of its first key
+  int start;  // position of its first query; may be negative
 };
 
 MLA_DEVICE Sequence geometry_of(const SequenceArgs& args, int b) {

@@ -1,5 +1,5 @@
-// Fixed-width names, vectors, compile-time helpers and conversions between storage types and fp32. hipRTC brings its own headers;
-// nothing else is included.
+// Fixed-width names, vectors, compile-time helpers and conversions between storage types and fp32. hipRTC brings its
+// own headers; nothing else is included.
 #pragma once
 
 #define MLA_DEVICE __device__ __forceinline__
@@ -24,7 +24,7 @@ typedef float f32x16 __attribute__((ext_vector_type(16)));
 // Storage types: bits that only the conversions below read.
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
-struct e4m3 { uint8_t bits; };      // OCP float8_e4m3fn: 0x7f and 0xff are NaN, largest value 448
+struct e4m3 { uint8_t bits; };  // OCP float8_e4m3fn: 0x7f and 0xff are NaN, largest value 448
 struct e4m3fnuz { uint8_t bits; };  // float8_e4m3fnuz, MI300's own: one NaN (0x80), no negative zero, largest value 240
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -49,8 +49,8 @@ MLA_DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
 MLA_DEVICE float to_float(float x) { return x; }
 MLA_DEVICE float to_float(bf16 x) { return as_float(uint32_t(x.bits) << 16); }
 MLA_DEVICE float to_float(fp16 x) { return float(__builtin_bit_cast(_Float16, x.bits)); }
-// Both 8-bit formats have fp16's sign, a 4-bit exponent and 3 mantissa bits: shifted into fp16 they read 2^(bias - 15) of their
-// value, subnormals included, which an exact multiplication mends.
+// Both 8-bit formats have fp16's sign, a 4-bit exponent and 3 mantissa bits: shifted into fp16 they read 2^(bias - 15)
+// of their value, subnormals included, which an exact multiplication mends.
 MLA_DEVICE float to_float(e4m3 x) {
   const uint32_t magnitude = x.bits & 0x7f;
   const float value = 256.0f * to_float(fp16{uint16_t((x.bits & 0x80) << 8 | magnitude << 7)});
@@ -68,7 +68,8 @@ template <> constexpr float kLargest<e4m3fnuz> = 240.0f;
 // Magnitude of a 4-bit exponent, 3-bit mantissa number with the given bias, to nearest even; x lies in [0, largest].
 template <int BIAS> MLA_DEVICE uint32_t round_to_e4m3(float x) {
   constexpr float kSmallestNormal = 1.0f / (1 << (BIAS - 1));
-  if (x < kSmallestNormal) return uint32_t(__builtin_rintf(x * (8.0f / kSmallestNormal)));  // 8 steps, then the normal itself
+  if (x < kSmallestNormal)
+    return uint32_t(__builtin_rintf(x * (8.0f / kSmallestNormal)));  // 8 steps, then the normal itself
   const uint32_t bits = as_uint(x);
   const uint32_t rounded = bits + 0x7ffff + (bits >> 20 & 1);
   return (rounded >> 20) - ((127 - BIAS) << 3);
