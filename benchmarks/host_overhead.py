@@ -19,7 +19,7 @@ from mla import dispatch, masks
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 
 CALLS, ROUNDS = 20, 50
-HEADS, TOKENS, BATCH = 16, 256, 4
+HEADS, TOKENS, BATCH = 1, 8, 4
 MODULES = ("dispatch", "plan", "gather", "store", "merge")
 
 

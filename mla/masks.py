@@ -203,6 +203,8 @@ class Mask:
         DTypeError, ShapeError
             A capture that is no 1-D integer tensor.
         """
+        if not captures and not biases and (known := _without_data.get(text)):
+            return known
         mask = Mask.__new__(Mask)
         mask.text, mask.program, mask.biases = text, MaskProgram.from_text(text), tuple(biases)
         dtypes = tuple(_BIAS_DTYPES.get(bias.dtype) for bias in biases)
@@ -214,6 +216,8 @@ class Mask:
         mask._captures = tuple(
             Capture(tensor, index) for tensor, index in zip(captures, mask.program.captures, strict=True)
         )
+        if not captures and not biases and len(_without_data) < 512:
+            _without_data[text] = mask
         return mask
 
     @staticmethod
@@ -409,6 +413,9 @@ class Mask:
             else:
                 values.append(capture.on(device)[index].long())
         return evaluate(node, variables, values)
+
+
+_without_data: dict[str, Mask] = {}  # masks that are their text alone
 
 
 class FunctionMask(Mask):

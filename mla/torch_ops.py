@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from mla._check import require_no_grad, require_tensor, signature
+from mla._check import require_no_grad
 from mla._prefill_call import Call, launch
 from mla.chunked import find_extents, run_job
-from mla.dispatch import Memo
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.gather import gather_layer
 from mla.kv_cache import PagedKVCache
@@ -72,7 +71,6 @@ _SCHEMAS = {
 _CACHE_WIDTH, _MASK_WIDTH = 10, 3
 
 _library = torch.library.Library("mla", "DEF")
-_checked = Memo()
 
 
 # Arguments that equal their defaults are left out at the end of the list that an operator's function gets.
@@ -138,21 +136,17 @@ def _chunked_prefill(
 
 
 def _cache(operands: Any) -> PagedKVCache:
-    """Return the layer that the operands of an operator stand for; checked once for each form of them."""
-    latent, rope, scales, granularity, page_table, page_indptr, lengths, *_ = operands
-    key = (granularity, *signature(latent, rope, scales, page_table, page_indptr, lengths))
-    if key not in _checked:
-        for tensor, name, width in ((latent, "latent", KV_LORA_RANK), (rope, "rope", QK_ROPE_HEAD_DIM)):
-            require_tensor(tensor, name, 3)
-            if tensor.shape[2] != width or tensor.stride(2) != 1:
-                raise ShapeError(
-                    f"{name} must be [num_pages, P, {width}], the last dimension contiguous, got {tuple(tensor.shape)}"
-                )
-        require_tensor(page_table, "page_table", 2 if page_indptr is None else 1)
-        for tensor, name in ((page_table, "page_table"), (page_indptr, "page_indptr"), (lengths, "lengths")):
-            if tensor is not None and tensor.dtype != torch.int32:
-                raise DTypeError(f"{name} must be int32, got {tensor.dtype}")
-        _checked.remember(key, True)
+    """Return the layer that the operands of an operator stand for, once they have the form that kernels read."""
+    latent, rope, _, _, page_table, page_indptr, lengths, *_ = operands
+    for tensor, name, width in ((latent, "latent", KV_LORA_RANK), (rope, "rope", QK_ROPE_HEAD_DIM)):
+        if tensor is None or tensor.ndim != 3 or tensor.shape[2] != width or tensor.stride(2) != 1:
+            got = None if tensor is None else tuple(tensor.shape)
+            raise ShapeError(f"{name} must be [num_pages, P, {width}] with a contiguous last dimension, got {got}")
+    for tensor, name in ((page_table, "page_table"), (page_indptr, "page_indptr"), (lengths, "lengths")):
+        if tensor is not None and tensor.dtype != torch.int32:
+            raise DTypeError(f"{name} must be int32, got {tensor.dtype}")
+    if page_table.ndim != (2 if page_indptr is None else 1):
+        raise ShapeError(f"page_table must be [B, cols], or [nnz] with page_indptr, got {tuple(page_table.shape)}")
     return PagedKVCache.of(*operands)
 
 
