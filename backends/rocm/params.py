@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     import torch
 
     from mla.kv_cache import PagedKVCache
-    from mla.masks import Mask
     from mla.problem import PrefillArgs
 
 #: Names of element types in ``types.hpp`` by the short names of problems.
@@ -50,25 +49,6 @@ class SequenceArgs(Structure):
     ]
 
 
-class MaskBias(Structure):
-    """One additive bias of `MaskArgs`, strides in elements."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("stride_b", c_longlong),
-        ("stride_h", c_longlong),
-        ("stride_q", c_longlong),
-        ("rows", c_int),
-        ("cols", c_int),
-    ]
-
-
-class MaskArgs(Structure):
-    """What a mask's code reads: captured tensors and biases, in slot order."""
-
-    _fields_ = [("capture", c_void_p * 4), ("bias", MaskBias * 2)]
-
-
 def pointer(tensor: torch.Tensor | None) -> int | None:
     """Return the address of a tensor's first element, or None for a null pointer."""
     return None if tensor is None else tensor.data_ptr()
@@ -101,16 +81,3 @@ def sequence_args(args: PrefillArgs) -> SequenceArgs:
         cache is not None and cache.lengths_include_new,
         args.rope.shape[1] if args.rope_kind == "batched" and args.rope is not None else 0,
     )
-
-
-def mask_args(mask: Mask) -> MaskArgs:
-    """Describe the tensors a mask captures; a bias of one head serves all."""
-    args = MaskArgs()
-    for slot, capture in enumerate(mask.captures):
-        args.capture[slot] = capture.data_ptr()
-    for slot, bias in enumerate(mask.biases):
-        stride_h = 0 if bias.shape[1] == 1 else bias.stride(1)
-        args.bias[slot] = MaskBias(
-            bias.data_ptr(), bias.stride(0), stride_h, bias.stride(2), bias.shape[2], bias.shape[3]
-        )
-    return args

@@ -80,7 +80,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mask):
-        yield from (*value.captures, *value.biases)
+        yield from (*value.captures_on(torch.device("cpu")), *value.biases)
     elif is_dataclass(value):
         for one in fields(value):
             yield from tensors_of(getattr(value, one.name))
