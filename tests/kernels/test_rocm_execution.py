@@ -15,6 +15,7 @@ import torch
 
 import mla
 from mla import dispatch, registry
+from mla.backends.rocm import prefill
 from mla.errors import UnsupportedError
 from tests.kernels import test_matrix as matrix
 from tests.support import problems
@@ -96,6 +97,15 @@ def test_more_sequences_than_lanes(arch: str, executor: Executor, seed: int) -> 
     """Beyond 64 sequences a wave finds its tile by bisection."""
     lengths = tuple((i % 5, 3 if i in (0, 63, 70) else 0) for i in range(71))
     run(matrix.test_prefill, executor, implementation("prefill"), CPU, Case(lengths=lengths, heads=1), "rocm", seed)
+
+
+@pytest.mark.parametrize("arch", ["gfx942"])
+def test_more_tiles_than_one_grid_dimension(
+    arch: str, executor: Executor, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(prefill, "_MAX_GRID_Y", 2)
+    case = Case(lengths=((3, 5), (0, 1), (9, 2)), heads=1)
+    run(matrix.test_prefill, executor, implementation("prefill"), CPU, case, "rocm", seed)
 
 
 @pytest.mark.parametrize("arch", ["gfx942"])
