@@ -40,10 +40,18 @@ def require_tensor(tensor: object, name: str, ndim: int | Sequence[int] | None =
     """Raise unless `tensor` is a tensor with `ndim` dimensions (one number, or several that are allowed)."""
     if not isinstance(tensor, torch.Tensor):
         raise DTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ShapeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     allowed = (ndim,) if isinstance(ndim, int) else ndim
     if allowed is not None and tensor.ndim not in allowed:
         ranks = " or ".join(f"{n}-D" for n in allowed)
         raise ShapeError(f"{name} must be {ranks}, got {tensor.ndim}-D of shape {tuple(tensor.shape)}")
+
+
+def require_int(value: object, name: str) -> None:
+    """Raise unless `value` is a Python int; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DTypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
 def require_shape(tensor: torch.Tensor, name: str, shape: Sequence[int | None], why: str = "") -> None:
@@ -80,6 +88,15 @@ def require_last_dim_contiguous(tensor: torch.Tensor, name: str) -> None:
     if tensor.ndim == 0 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
         raise ShapeError(
             f"{name} must be contiguous in its last dimension, got strides {tensor.stride()} "
+            f"for shape {tuple(tensor.shape)}"
+        )
+
+
+def require_no_overlap(tensor: torch.Tensor, name: str) -> None:
+    """Raise if elements of a tensor that is written share their memory, as after ``expand``."""
+    if any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ShapeError(
+            f"{name} is written, but its elements share memory: strides {tensor.stride()} "
             f"for shape {tuple(tensor.shape)}"
         )
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from mla import dispatch
-from mla._check import as_index, check_offsets, is_capturing, require_no_grad
+from mla._check import as_index, check_non_negative, check_offsets, is_capturing, readable, require_no_grad
 from mla._launch import Stream, stream_scope, traced_target
 from mla._prefill_check import describe
-from mla.errors import ArgumentError
+from mla.errors import ArgumentError, ShapeError
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask, as_mask
 from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
@@ -264,8 +264,10 @@ def _signature(call: Call) -> Hashable:
         _looks(call.workspace),
         call.rope_prescaled,
         call.lse_layout,
+        type(call.softcap),
         call.softcap != 0,
         type(call.scale),
+        type(call.q_max_seq_len),
         call.q_max_seq_len is None or call.q_max_seq_len > 0,
         call.batch_invariant,
         call.target,
@@ -290,6 +292,32 @@ def _check_values(call: Call, device: torch.device) -> None:
     check_offsets(keys, "cache_row_offsets", call.k.shape[0], "k")
     if isinstance(call.k_rope, PagedKVCache) and (call.check_indices or device.type == "cpu"):
         call.k_rope.check_indices(as_index(queries, "valid_length", None, queries.device))
+    offsets, lengths = (
+        index.cpu() if index is not None and call.check_indices else index
+        for index in (call.cache_offsets, call.kv_lengths)
+    )
+    if offsets is not None:
+        check_non_negative(offsets, "cache_offsets")
+    if lengths is not None:
+        _check_last_positions(call, device, keys, lengths, offsets)
+
+
+def _check_last_positions(
+    call: Call, device: torch.device, keys: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor | None
+) -> None:
+    """Raise if `kv_lengths` name keys whose rope part is not there; only as far as tensors are on the CPU."""
+    rope = call.k_rope
+    if not all(readable(index) for index in (keys, lengths, offsets) if index is not None):
+        return
+    first = torch.zeros_like(lengths, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
+    end = first + torch.minimum(keys.to(torch.int64).diff(), (lengths.to(torch.int64) - first).clamp(min=0))
+    if isinstance(rope, PagedKVCache):
+        if call.check_indices or device.type == "cpu":
+            rope.check_pages(end)
+    elif rope.ndim == 4 and bool((end > rope.shape[1]).any()):
+        raise ShapeError(
+            f"kv_lengths names keys up to position {int(end.max())}, but k_rope has shape {tuple(rope.shape)}"
+        )
 
 
 def _column(scale: torch.Tensor | float, rows: int, device: torch.device) -> torch.Tensor:

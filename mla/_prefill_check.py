@@ -12,6 +12,7 @@ from mla._check import (
     require_device,
     require_dtype,
     require_last_dim_contiguous,
+    require_no_overlap,
     require_shape,
     require_tensor,
     short_dtype,
@@ -116,6 +117,7 @@ def _check_operands(call: Call) -> tuple[int, int]:
         raise ShapeError(f"{q_name} must have at least one head, got shape {tuple(q.shape)}")
     for tensor, name in ((q, q_name), (k, "k"), (output, "output")):
         require_last_dim_contiguous(tensor, name)
+    require_no_overlap(output, "output")
     if not _is_transposed(v):
         require_last_dim_contiguous(v, "v")
     return dims
@@ -294,6 +296,7 @@ def _check_extras(call: Call) -> None:
         require_device(call.lse, "lse", call.q.device)
         shape = (total, heads) if call.lse_layout == "TH" else (heads, total)
         require_shape(call.lse, "lse", shape, f"q has {total} rows and {heads} heads in layout {call.lse_layout}")
+        require_no_overlap(call.lse, "lse")
     if call.sinks is not None:
         require_tensor(call.sinks, "sinks", 1)
         require_dtype(call.sinks, "sinks", (torch.float32,))

@@ -18,6 +18,7 @@ from mla._check import (
     check_non_negative,
     check_offsets,
     is_capturing,
+    require_int,
     require_tensor,
     short_dtype,
 )
@@ -195,8 +196,12 @@ class PagedKVCache:
         total = lengths if self.lengths_include_new else lengths + offsets.diff()
         # seq_lens may be less than the new tokens: of a sequence spread over ranks only some keys are here.
         check_non_negative(lengths, "seq_lens" if self.lengths_include_new else "cache_lengths")
+        self.check_pages(total)
+
+    def check_pages(self, counts: torch.Tensor) -> None:
+        """Raise unless the tables hold `counts` tokens ([B], on the CPU); the rest is that of `check_indices`."""
         indptr = None if self.page_indptr is None else self.page_indptr.to("cpu")
-        check_live_pages(self.page_table.to("cpu"), indptr, total, self.page_size, self.num_pages)
+        check_live_pages(self.page_table.to("cpu"), indptr, counts, self.page_size, self.num_pages)
 
 
 class PagedKVCacheCollection:
@@ -367,6 +372,7 @@ class PagedKVCacheCollection:
         The other parameters are the constructor's.
         """
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("num_layers", num_layers)):
+            require_int(value, name)
             if value < 1:
                 raise ArgumentError(f"{name} must be at least 1, got {value}")
         if lookup_table is None and not (cache_lengths is None and seq_lens is None):
@@ -416,6 +422,7 @@ class PagedKVCacheCollection:
         ArgumentError
             `layer_idx` is not in [0, num_layers).
         """
+        require_int(layer_idx, "layer_idx")
         if not 0 <= layer_idx < self.num_layers:
             raise ArgumentError(f"layer_idx must be in [0, {self.num_layers}), got {layer_idx}")
         if torch.compiler.is_compiling():

@@ -12,6 +12,7 @@ from mla._check import (
     require_dtype,
     require_last_dim_contiguous,
     require_no_grad,
+    require_no_overlap,
     require_shape,
     require_tensor,
     short_dtype,
@@ -118,6 +119,7 @@ def find_run(
         require_shape(tensor, name, output.shape, f"output has shape {tuple(output.shape)}")
         require_device(tensor, name, output.device)
         require_last_dim_contiguous(tensor, name)
+    require_no_overlap(output, "output")
     if prefix_output.dtype != suffix_output.dtype:
         raise DTypeError(
             f"prefix_output and suffix_output must have one dtype, got {prefix_output.dtype} and {suffix_output.dtype}"

@@ -15,6 +15,7 @@ position ``r - buffer_row_offsets[c, s] + cache_offsets[c, s]``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,12 +23,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mla._check import (
+    INDEX_DTYPES,
     INT32_MAX,
     as_index,
     check_offsets,
     is_capturing,
     require_device,
     require_dtype,
+    require_int,
     require_shape,
     require_tensor,
     signature,
@@ -295,8 +298,10 @@ def make_plan(
 ) -> PrefillPlan:
     """Return the plan of one layer's tables and lengths; `row_offsets_cpu` is what `input_row_offsets` holds."""
     _check_buffer_token_size(buffer_token_size)
-    if max_chunks is not None and max_chunks < 1:
-        raise ArgumentError(f"max_chunks must be at least 1, got {max_chunks}")
+    if max_chunks is not None:
+        require_int(max_chunks, "max_chunks")
+        if max_chunks < 1:
+            raise ArgumentError(f"max_chunks must be at least 1, got {max_chunks}")
     batch_size, device = cache.batch_size, cache.lengths.device
     total_rows, seq_lens = None, None
     if seq_lens_cpu is not None:
@@ -323,7 +328,7 @@ def make_plan(
         page_size=cache.page_size,
         total_rows=total_rows,
         seq_lens_cpu=seq_lens,
-        row_offsets_cpu=None if seq_lens is None else row_offsets_cpu,
+        row_offsets_cpu=None if seq_lens is None or row_offsets_cpu is None else row_offsets_cpu.clone(),
         _lengths_and_required=tail,
     )
     tables = (plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths, plan.required_chunks)
@@ -382,8 +387,7 @@ def _validated(
 
 
 def _check_buffer_token_size(buffer_token_size: int) -> None:
-    if not isinstance(buffer_token_size, int):
-        raise DTypeError(f"buffer_token_size must be an int, got {type(buffer_token_size).__name__}")
+    require_int(buffer_token_size, "buffer_token_size")
     if not 1 <= buffer_token_size <= INT32_MAX:
         raise ArgumentError(f"buffer_token_size must be from 1 to {INT32_MAX}, got {buffer_token_size}")
 
@@ -403,7 +407,14 @@ def _host_lengths(seq_lens_cpu: torch.Tensor | Sequence[int], batch_size: int, d
     if isinstance(seq_lens_cpu, torch.Tensor):
         require_tensor(seq_lens_cpu, "seq_lens_cpu", 1)
         require_device(seq_lens_cpu, "seq_lens_cpu", torch.device("cpu"))
-    lengths = torch.as_tensor(seq_lens_cpu, dtype=torch.int64, device="cpu")
+        require_dtype(seq_lens_cpu, "seq_lens_cpu", INDEX_DTYPES)
+    else:
+        try:
+            seq_lens_cpu = [operator.index(length) for length in seq_lens_cpu]
+        except TypeError:
+            raise DTypeError(f"seq_lens_cpu must be a tensor or a sequence of int, got {seq_lens_cpu!r}") from None
+    # A copy: engines write the next step into the same memory.
+    lengths = torch.as_tensor(seq_lens_cpu, dtype=torch.int64, device="cpu").clone()
     if lengths.shape != (batch_size,):
         raise ShapeError(f"seq_lens_cpu has {lengths.numel()} entries, the cache's lengths have {batch_size}")
     if batch_size and int(lengths.min()) < 0:

@@ -220,13 +220,25 @@ def bind(output: torch.Tensor, operands: tuple[Any, ...], keywords: dict[str, An
         operands += tuple(keywords.pop(name) for name in names[len(operands) :])
     if names is _WHOLE_Q:
         q, k, v, k_rope, mask, valid_length, row_offsets, scale = operands
-        return Call(output, q, None, k, v, k_rope, None, mask, valid_length, row_offsets, scale, **keywords)
+        rope_scales = keywords.pop("k_rope_scales", None)
+        fields = (output, q, None, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale)
+        return _call("flare_mla_prefill", *fields, **keywords)
     if names is _WHOLE_Q_SCALED:
         q, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale = operands
-        return Call(output, q, None, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale, **keywords)
+        fields = (output, q, None, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale)
+        return _call("flare_mla_prefill", *fields, **keywords)
     q, q_rope, q_scale, k, k_scales, v, k_rope, mask, valid_length, row_offsets, scale = operands
-    keywords.update(q_scale=q_scale, k_scales=k_scales)
-    return Call(output, q, q_rope, k, v, k_rope, None, mask, valid_length, row_offsets, scale, **keywords)
+    fields = (output, q, q_rope, k, v, k_rope, None, mask, valid_length, row_offsets, scale)
+    if repeated := [name for name in ("q_scale", "k_scales") if name in keywords]:
+        raise TypeError(f"flare_mla_prefill() got multiple values for argument {repeated[0]!r}")
+    return _call("flare_mla_prefill", *fields, q_scale=q_scale, k_scales=k_scales, **keywords)
+
+
+def _call(function: str, *fields: Any, **keywords: Any) -> Call:
+    try:
+        return Call(*fields, **keywords)
+    except TypeError as error:  # an unknown keyword, or one that repeats an operand
+        raise TypeError(str(error).replace("Call.__init__", function)) from None
 
 
 def _layout(operands: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[str, ...]:
@@ -294,9 +306,9 @@ def prefill(
         shape = q.shape[:2] if keywords.get("lse_layout", "TH") == "TH" else (q.shape[1], q.shape[0])
         keywords["lse"] = torch.empty(shape, dtype=torch.float32, device=q.device)
     stream = keywords.pop("stream", None)
-    call = Call(
-        output, q, q_rope, k, v, k_rope, k_rope_scales, mask, valid_length, cache_row_offsets, scale,
-        **keywords,  # type: ignore[misc]  # stream is gone
+    call = _call(
+        "prefill", output, q, q_rope, k, v, k_rope, k_rope_scales, mask, valid_length, cache_row_offsets, scale,
+        **keywords,
     )  # fmt: skip
     launch(call, stream)
     return (output, call.lse) if return_lse and call.lse is not None else output

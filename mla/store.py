@@ -9,6 +9,7 @@ import torch
 from mla._check import (
     alignment,
     as_index,
+    check_non_negative,
     check_offsets,
     is_capturing,
     require_device,
@@ -95,6 +96,7 @@ def store_layer(
     check_offsets(input_row_offsets, "input_row_offsets", latent.shape[0], "latent")
     if cache.device.type == "cpu":
         cache.check_indices(offsets)
+        check_non_negative(cache.cached_lengths(offsets), "seq_lens less the new tokens")
     if latent.shape[0] == 0:
         return
     with stream_scope(cache.device, stream):

@@ -259,6 +259,27 @@ REFUSALS: dict[str, tuple[Case, Callable[[PrefillProblem], None], type[Exception
         DTypeError,
         "fp8",
     ),
+    "q is sparse": (Case(), _set(q=lambda q: q.to_sparse()), ShapeError, "q must be a dense tensor"),
+    "softcap is no number": (Case(), _set(softcap=None), DTypeError, "softcap must be a Python float"),
+    "hint is no int": (Case(), _set(q_max_seq_len=2.5), ArgumentError, "q_max_seq_len must be an int"),
+    "cache_offsets negative": (
+        Case(),
+        _set(cache_offsets=torch.tensor([0, -1, 0])),
+        ArgumentError,
+        "cache_offsets must not be negative",
+    ),
+    "kv_lengths past the page table": (
+        Case(),
+        _set(kv_lengths=torch.tensor([107, 129, 4000]), cache_offsets=torch.tensor([0, 0, 3900])),
+        ShapeError,
+        "page table too narrow: sequence 2 has 4000 tokens",
+    ),
+    "kv_lengths past the rope": (
+        Case(rope="batched"),
+        _set(k_rope=lambda rope: rope[:, :1], kv_lengths=torch.tensor([107, 129, 201])),
+        ShapeError,
+        "kv_lengths names keys up to position 201, but k_rope has shape (3, 1, 1",
+    ),
     "mask of another batch": (
         Case(),
         _set(mask=masks.CausalPaddingMask(torch.tensor([1, 2]))),
@@ -293,6 +314,12 @@ def test_refusals(name: str) -> None:
             "output must have shape (205, 4, 128)",
         ),
         ({"workspace": torch.empty(8)}, DTypeError, "workspace must be uint8"),
+        (
+            {"output": torch.empty(1, 4, 128, dtype=torch.bfloat16).expand(205, 4, 128)},
+            ShapeError,
+            "output is written, but its elements share memory",
+        ),
+        ({"lse": torch.empty(1, 4).expand(205, 4)}, ShapeError, "lse is written, but its elements share memory"),
         ({"target": "cdua"}, ValueError, "cuda"),
         ({"target": "cuda"}, DeviceError, "cpu"),
         ({"stream": 7}, ArgumentError, "no streams"),
@@ -319,6 +346,29 @@ def test_inference_mode_takes_parameters() -> None:
     problem.operands["q"] = problem.operands["q"].clone().requires_grad_()
     with torch.no_grad():
         assert torch.equal(problem.run("cpu")[0].nan_to_num(), expected.nan_to_num())
+
+
+def test_a_wrong_keyword_is_told_of_the_function_that_was_called() -> None:
+    problem = build(Case())
+    operands, keywords = positional(problem)
+    with pytest.raises(TypeError, match=r"^flare_mla_prefill\(\) got an unexpected keyword argument 'softcp'"):
+        mla.flare_mla_prefill(problem.outputs()["output"], *operands, **keywords, softcp=1.0)
+    with pytest.raises(TypeError, match=r"^prefill\(\) got an unexpected keyword argument 'softcp'"):
+        mla.prefill(**problem.operands, **problem.keywords, softcp=1.0)  # type: ignore[call-arg]
+    split, keywords = positional(build(Case(dtypes="fp8+bf16_rope")))
+    with pytest.raises(TypeError, match=r"^flare_mla_prefill\(\) got multiple values for argument 'q_scale'"):
+        mla.flare_mla_prefill(problem.outputs()["output"], *split, **keywords, q_scale=1.0)
+
+
+def test_scales_of_the_rope_by_name() -> None:
+    problem = build(SCALED)
+    expected, _ = problem.run("cpu")
+    operands, keywords = positional(problem)
+    at = next(i for i, value in enumerate(operands) if isinstance(value, masks.Mask)) - 1
+    output = problem.outputs()["output"]
+    rest = operands[:at] + operands[at + 1 :]
+    mla.flare_mla_prefill(output, *rest, k_rope_scales=operands[at], **keywords, target="cpu")
+    assert torch.equal(output.nan_to_num(), expected.nan_to_num())
 
 
 def test_an_unknown_form_names_the_known_ones() -> None:

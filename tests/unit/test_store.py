@@ -171,3 +171,13 @@ def test_a_bf16_rope_beside_fp8_takes_bf16_rows() -> None:
     cache = PagedKVCacheCollection.from_pages(raw, torch.tensor([[2]]), torch.tensor([1]))
     with pytest.raises(mla.DTypeError, match="latent must be bfloat16"):
         cache.store(0, torch.tensor([0, 1]), torch.zeros(1, 512), torch.zeros(1, 64), target="cpu")
+
+
+def test_more_new_tokens_than_tokens() -> None:
+    cache = PagedKVCacheCollection.allocate(4, 16).with_batch(
+        None, torch.tensor([[1, 2]]), seq_lens=torch.tensor([2], dtype=torch.int32)
+    )
+    with pytest.raises(mla.ArgumentError, match=r"seq_lens less the new tokens must not be negative, got \[-1\]"):
+        cache.store(
+            0, torch.tensor([0, 3]), torch.zeros(3, 512).bfloat16(), torch.zeros(3, 64).bfloat16(), target="cpu"
+        )
