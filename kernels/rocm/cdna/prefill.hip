@@ -120,36 +120,47 @@ struct Queries {
 // Fragments that are on their way from LDS while the matrix unit works on one: 64 cycles of reads at 128 bytes a cycle.
 constexpr int kFragmentsAhead = 4;
 
+// multiply(n, read(n)) for n < READS, the reads ahead of the products: in the order written, for compilers that keep it,
+// and as a request to those that do not.
+template <int READS, typename Read, typename Multiply> MLA_DEVICE void read_ahead(Read read, Multiply multiply) {
+  static_assert(READS >= kFragmentsAhead, "a full pipeline");
+  u32x4 ahead[kFragmentsAhead];
+#pragma unroll
+  for (int n = 0; n < kFragmentsAhead; ++n) ahead[n] = read(n);
+#pragma unroll
+  for (int n = 0; n < READS; ++n) {
+    const u32x4 fragment = ahead[n % kFragmentsAhead];
+    if (n + kFragmentsAhead < READS) ahead[n % kFragmentsAhead] = read(n + kFragmentsAhead);
+    multiply(n, fragment);
+  }
+  interleave_reads_with_mfma<READS, kFragmentsAhead>();
+}
+
 // Nope, then rope columns; with a scaled rope the other way round, so that its sum is scaled before the nope columns
 // join it. rope_scale: that of key lane % kBlockN.
 MLA_DEVICE f32x16 score_tile(uint8_t* lds, const FragmentPlaces& places, const Queries& q, float rope_scale) {
-  f32x16 sum = {};
-  const auto add = [&](int first, int last) {
-#pragma unroll
-    for (int i = first; i < last; ++i)
-      sum = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, places.of_keys(i)), q.fragment[i], sum);
-  };
   constexpr int kNopeSteps = kNopeDim / 16, kSteps = kQDepth / 16;
+  f32x16 sum = {};
+  const auto read = [&](int i) { return lds_at<u32x4>(lds, places.of_keys(i)); };
+  const auto multiply = [&](int i, u32x4 keys) { sum = mfma_f32_32x32x16<Element>(keys, q.fragment[i], sum); };
   if constexpr (kRopeScaled) {
-    add(kNopeSteps, kSteps);
+    read_ahead<kSteps - kNopeSteps>([&](int i) { return read(kNopeSteps + i); },
+                                    [&](int i, u32x4 keys) { multiply(kNopeSteps + i, keys); });
 #pragma unroll
     for (int r = 0; r < 16; ++r) sum[r] *= shuffle(rope_scale, register_key(r) + lane_key());
-    add(0, kNopeSteps);
+    read_ahead<kNopeSteps>(read, multiply);
   } else {
-    add(0, kSteps);
-    interleave_reads_with_mfma<kSteps, kFragmentsAhead>();
+    read_ahead<kSteps>(read, multiply);
   }
   return sum;
 }
 
 MLA_DEVICE void weigh_values(uint8_t* lds, const FragmentPlaces& places, const u32x4 (&p)[kBlockN / 16],
                              f32x16 (&o)[kVDim / 32]) {
-#pragma unroll
-  for (int d = 0; d < kVDim / 32; ++d)
-#pragma unroll
-    for (int i = 0; i < kBlockN / 16; ++i)
-      o[d] = mfma_f32_32x32x16<Element>(lds_at<u32x4>(lds, places.of_values(d, i)), p[i], o[d]);
-  interleave_reads_with_mfma<kVDim / 32 * kBlockN / 16, kFragmentsAhead>();
+  constexpr int kSteps = kBlockN / 16;
+  read_ahead<kVDim / 32 * kSteps>(
+      [&](int n) { return lds_at<u32x4>(lds, places.of_values(n / kSteps, n % kSteps)); },
+      [&](int n, u32x4 values) { o[n / kSteps] = mfma_f32_32x32x16<Element>(values, p[n % kSteps], o[n / kSteps]); });
 }
 
 // Four consecutive columns of the output.
