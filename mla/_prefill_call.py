@@ -310,7 +310,8 @@ def _check_last_positions(
     if not all(readable(index) for index in (keys, lengths, offsets) if index is not None):
         return
     first = torch.zeros_like(lengths, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
-    end = first + torch.minimum(keys.to(torch.int64).diff(), (lengths.to(torch.int64) - first).clamp(min=0))
+    count = torch.minimum(keys.to(torch.int64).diff(), (lengths.to(torch.int64) - first).clamp(min=0))
+    end = torch.where(count > 0, first + count, 0)
     if isinstance(rope, PagedKVCache):
         if call.check_indices or device.type == "cpu":
             rope.check_pages(end)

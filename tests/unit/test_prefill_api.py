@@ -360,6 +360,16 @@ def test_a_wrong_keyword_is_told_of_the_function_that_was_called() -> None:
         mla.flare_mla_prefill(problem.outputs()["output"], *split, **keywords, q_scale=1.0)
 
 
+def test_a_chunk_past_the_end_of_a_tensor_rope_has_no_keys() -> None:
+    problem = build(Case(rope="batched"))
+    length = problem.operands["k_rope"].shape[1]
+    problem.keywords.update(
+        kv_lengths=torch.full((3,), length), cache_offsets=torch.full((3,), length + 5), start_positions=EDGE
+    )
+    rows = slice(*problem.operands["valid_length"][[0, -1]].tolist())
+    assert not problem.run("cpu")[0][rows].any()
+
+
 def test_scales_of_the_rope_by_name() -> None:
     problem = build(SCALED)
     expected, _ = problem.run("cpu")
