@@ -26,7 +26,7 @@ from mla._prefill_call import Call, find_form, launch
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.gather import Weight, gather_layer, up_project
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
-from mla.masks import Mask
+from mla.masks import Mask, as_mask
 from mla.merge import merge_attn_states
 from mla.plan import PlanChunk, PrefillPlan, make_plan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
@@ -164,6 +164,7 @@ def chunked_prefill(
     """
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
+    as_mask(mask, "mask")
     cache = kv_collection.layer(layer_idx)
     extents = find_extents(q, cache, weight, buffer_token_size, plan)
     require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
