@@ -99,6 +99,24 @@ def test_masks_see_the_numbers_and_positions_of_the_whole_batch() -> None:
         assert_lse(lse, expected_lse, "fp32")
 
 
+def test_a_plan_keeps_what_it_was_told() -> None:
+    data, q, weight = job(LENGTHS)
+    offsets, totals = data.input_row_offsets.clone(), torch.tensor([c + n for c, n in LENGTHS])
+    plan = prefill_plan(offsets, data.cache, 0, 96, seq_lens_cpu=totals, target="cpu")
+    offsets.zero_()
+    totals.zero_()
+    out = mla.chunked_prefill(
+        q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, plan=plan, target="cpu"
+    )
+    assert_output(out, expect(data, q, weight, masks.CausalMask())[0], "fp32")
+
+
+def test_what_is_no_mask_is_refused_even_where_nothing_is_asked() -> None:
+    data, q, weight = job([(5, 0)])
+    with pytest.raises(mla.DTypeError, match="mask must be a mask object"):
+        mla.chunked_prefill(q, data.cache, 0, weight, data.input_row_offsets, "causal", SCALE, target="cpu")  # type: ignore[arg-type]
+
+
 def test_chunks_without_queries_cost_nothing() -> None:
     data, q, weight = job([(200, 0), (10, 3)])
     with mock.patch("mla.chunked.up_project", wraps=mla.gather.up_project) as projections:
