@@ -2,8 +2,8 @@
 
     python benchmarks/prefill_triton.py [--json FILE] [--shapes 8k,ragged] [--peers fa4]
 
-``warps`` is the warp-specialised kernel of sm_90, ``tiles`` the one that runs everywhere. Inputs, clock and peers are those
-of prefill_h200.py; FlashAttention-4 gets its 192-wide K ready-made.
+``warps`` is the warp-specialised kernel of sm_90, ``tiles`` the one that runs everywhere. Inputs, clock and peers are
+those of prefill_h200.py; FlashAttention-4 gets its 192-wide K ready-made.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def main() -> None:
         results[shape.name] = {}
         for name, call in calls.items():
             found = results[shape.name][name] = measure(inputs, call)
-            print(
-                f"{shape.name:8}{name:12}{found['ms']:9.4f} ms {found['tflops']:6.0f} TFLOP/s  error {found['error']:.1e}"
-            )
+            rate = f"{found['ms']:9.4f} ms {found['tflops']:6.0f} TFLOP/s"
+            print(f"{shape.name:8}{name:12}{rate}  error {found['error']:.1e}")
             sys.stdout.flush()
     print(f"bf16 matmul of 8192: {matmul():.0f} TFLOP/s")
     if args.json:

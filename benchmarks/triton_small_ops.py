@@ -2,8 +2,9 @@
 
     python benchmarks/triton_small_ops.py
 
-GPU times are the durations of the kernels by the profiler, medians; bandwidth counts bytes read and written once, beside a
-device copy of as many bytes in the same run. Host times are of calls that the GPU does not hold back.
+GPU times are the durations of the kernels by the profiler, medians; bandwidth counts bytes read and written once,
+beside a device copy of as many bytes in the same run. Host times come
+first, because the profiler slows the launches of its process.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from mla.kv_cache import PagedKVCacheCollection
 from mla.plan import generic_flare_mla_prefill_ragged_paged_plan, prefill_plan
 
 TARGET = "triton"
+#: Name, call, bytes moved, and a copy of as many bytes.
+Measured = tuple[str, Callable[[], object], int, "Callable[[], object] | None"]
 
 
-def kernel_microseconds(run: Callable[[], object], flush: torch.Tensor | None = None) -> float:
+def kernel_microseconds(run: Callable[[], object]) -> float:
     """Return the median duration of the longest kernel of a call."""
     run()
     torch.cuda.synchronize()
@@ -50,7 +53,7 @@ def host_microseconds(run: Callable[[], object], calls: int = 300) -> float:
     return taken / calls * 1e6
 
 
-def plan(batch: int, chunks: int = 16) -> None:
+def plan(batch: int, chunks: int = 16) -> Measured:
     new = torch.randint(0, 9, (batch,))
     cached = torch.randint(0, 50, (batch,))
     offsets = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int().cuda()
@@ -65,10 +68,10 @@ def plan(batch: int, chunks: int = 16) -> None:
             required_chunks=made.required_chunks, target=TARGET,
         )  # fmt: skip
 
-    print(f"plan B {batch:6}: {kernel_microseconds(run):6.1f} us, host {host_microseconds(run):5.1f} us")
+    return f"plan B {batch}", run, 0, None
 
 
-def gather(page_size: int, tokens: int = 262144) -> None:
+def gather(page_size: int, tokens: int = 262144) -> Measured:
     pages = torch.randn(tokens // page_size, page_size, 576, device="cuda").bfloat16()
     table = torch.randperm(tokens // page_size).int().cuda()[None]
     cache = PagedKVCacheCollection.from_pages(pages, table, torch.tensor([tokens - 8]).int().cuda())
@@ -79,14 +82,10 @@ def gather(page_size: int, tokens: int = 262144) -> None:
     def run() -> None:
         gather_latent(made.buffer_row_offsets[0], made.cache_offsets[0], tokens, cache, 0, buffer, target=TARGET)
 
-    ours, copy = kernel_microseconds(run), kernel_microseconds(lambda: other.copy_(buffer))
-    print(
-        f"gather P {page_size:3}: {2 * buffer.nbytes / ours / 1e3:5.0f} GB/s, copy {2 * buffer.nbytes / copy / 1e3:5.0f}, "
-        f"ratio {copy / ours:.2f}, host {host_microseconds(run):5.1f} us"
-    )
+    return f"gather P {page_size}", run, 2 * buffer.nbytes, lambda: other.copy_(buffer)
 
 
-def merge(dtype: torch.dtype, tokens: int = 16384, heads: int = 64) -> None:
+def merge(dtype: torch.dtype, tokens: int = 16384, heads: int = 64) -> Measured:
     prefix, suffix, output = (torch.randn(tokens, heads, 128, device="cuda", dtype=dtype) for _ in range(3))
     a, b, lse = (torch.randn(tokens, heads, device="cuda") for _ in range(3))
 
@@ -96,19 +95,12 @@ def merge(dtype: torch.dtype, tokens: int = 16384, heads: int = 64) -> None:
     moved = 3 * (output.nbytes + lse.nbytes)
     source = torch.empty(moved // 4, device="cuda", dtype=torch.int16)
     target = torch.empty_like(source)
-    ours, copy = kernel_microseconds(run), kernel_microseconds(lambda: target.copy_(source))
-    print(
-        f"merge {str(dtype)[6:]:9}: {moved / ours / 1e3:5.0f} GB/s, copy {moved / copy / 1e3:5.0f}, "
-        f"ratio {copy / ours:.2f}, host {host_microseconds(run):5.1f} us"
-    )
+    return f"merge {str(dtype)[6:]}", run, moved, lambda: target.copy_(source)
 
 
-def prefill() -> None:
-    cache = PagedKVCacheCollection.from_pages(
-        torch.randn(16, 64, 576, device="cuda").bfloat16(),
-        torch.arange(16).int().cuda()[None],
-        torch.tensor([1000]).int().cuda(),
-    )
+def prefill() -> Measured:
+    pages, table = torch.randn(16, 64, 576, device="cuda").bfloat16(), torch.arange(16).int().cuda()[None]
+    cache = PagedKVCacheCollection.from_pages(pages, table, torch.tensor([1000]).int().cuda())
     q, kv = torch.randn(24, 16, 192, device="cuda").bfloat16(), torch.randn(1024, 16, 256, device="cuda").bfloat16()
     k, v, output = kv[..., :128], kv[..., 128:], torch.empty(24, 16, 128, device="cuda", dtype=torch.bfloat16)
     offsets, rows = torch.tensor([0, 24]).int().cuda(), torch.tensor([0, 1024]).int().cuda()
@@ -117,17 +109,22 @@ def prefill() -> None:
     def run() -> None:
         mla.flare_mla_prefill(output, q, k, v, layer, mask, offsets, rows, 192**-0.5, target=TARGET)
 
-    print(f"prefill of 24 rows: host {host_microseconds(run):5.1f} us, kernel {kernel_microseconds(run):5.1f} us")
+    return "prefill of 24 rows", run, 0, None
 
 
 def main() -> None:
-    for batch in (1, 64, 1024, 65536):
-        plan(batch)
-    for page_size in (1, 16, 64):
-        gather(page_size)
-    for dtype in (torch.bfloat16, torch.float32):
-        merge(dtype)
-    prefill()
+    everything = [plan(batch) for batch in (1, 64, 1024, 65536)]
+    everything += [gather(page_size) for page_size in (1, 16, 64)]
+    everything += [merge(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    everything.append(prefill())
+    host = [host_microseconds(run) for _, run, _, _ in everything]
+    for (name, run, moved, copy), host_time in zip(everything, host, strict=True):
+        ours = kernel_microseconds(run)
+        line = f"{name:20} host {host_time:5.1f} us, kernel {ours:6.1f} us"
+        if copy is not None:
+            theirs = kernel_microseconds(copy)
+            line += f", {moved / ours / 1e3:5.0f} GB/s, copy {moved / theirs / 1e3:5.0f}, ratio {theirs / ours:.2f}"
+        print(line)
 
 
 if __name__ == "__main__":
