@@ -35,6 +35,15 @@ from mla.masks import (
 from mla.merge import merge_attn_states
 from mla.plan import PlanChunk, PrefillPlan, generic_flare_mla_prefill_ragged_paged_plan, prefill_plan
 from mla.prefill import flare_mla_prefill, prefill
+from mla.quantize import (
+    PrefillOperands,
+    quantize_for_prefill,
+    quantize_per_block,
+    quantize_per_head,
+    quantize_per_tensor,
+    quantize_per_token,
+    quantize_with_scale,
+)
 from mla.registry import register
 from mla.target import Target
 from mla.warmup import warmup
@@ -59,6 +68,7 @@ __all__ = [
     "PagedKVCache",
     "PagedKVCacheCollection",
     "PlanChunk",
+    "PrefillOperands",
     "PrefillPlan",
     "RegistryError",
     "ShapeError",
@@ -75,6 +85,12 @@ __all__ = [
     "merge_attn_states",
     "prefill",
     "prefill_plan",
+    "quantize_for_prefill",
+    "quantize_per_block",
+    "quantize_per_head",
+    "quantize_per_tensor",
+    "quantize_per_token",
+    "quantize_with_scale",
     "register",
     "warmup",
     "workspace_size",

@@ -137,7 +137,7 @@ def explain(
     Parameters
     ----------
     op : str
-        ``plan``, ``gather``, ``store``, ``prefill`` or ``merge``.
+        ``plan``, ``gather``, ``store``, ``prefill``, ``merge`` or ``quantize``.
     problem : Problem, optional
         Default: a DeepSeek-V3 step in bf16 over a paged cache of 64 tokens a page, causal, with LSE.
     target : Target or str
@@ -215,6 +215,8 @@ def _usual_problem(op: str) -> Problem:
         return Problem("plan", "int32", "int32", page_size=64)
     if op == "merge":
         return Problem("merge", "bf16", "bf16", features=frozenset({"lse"}))
+    if op == "quantize":
+        return Problem("quantize", "bf16", "fp8")
     if op != "prefill":
         return Problem(cast("Op", op), "bf16", "bf16", page_size=64)
     from mla.masks import CausalMask

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mla.kv_cache import PagedKVCache
     from mla.masks import Mask, MaskProgram
 
-Op = Literal["plan", "gather", "store", "prefill", "merge"]
-OPS: tuple[Op, ...] = ("plan", "gather", "store", "prefill", "merge")
+Op = Literal["plan", "gather", "store", "prefill", "merge", "quantize"]
+OPS: tuple[Op, ...] = ("plan", "gather", "store", "prefill", "merge", "quantize")
 
 #: (q_depth, v_head_dim) pairs that kernels are written for: DeepSeek V2/V3/R1 and Kimi-K2; GLM-5.
 SUPPORTED_DIMS: tuple[tuple[int, int], ...] = ((192, 128), (256, 256))
@@ -60,9 +60,11 @@ class Problem:
         The mask as code; equal programs compile to equal kernels. None for other ops.
     features : frozenset of str
         What beyond the plain operation is asked: ``lse``, ``sinks``, ``softcap``, ``bias``, ``split_q``,
-        ``batch_invariant``, ``q_scale``, ``k_scales``, ``v_scale``, ``v_transposed``, ``rope_prescaled``, ``scales``.
+        ``batch_invariant``, ``q_scale``, ``k_scales``, ``v_scale``, ``v_transposed``, ``rope_prescaled``, ``scales``,
+        ``static_scale`` (quantize: the scale is given).
     granularity : int
-        Elements that share one scale in a quantised cache or rope; 0 when there are no scales.
+        Elements that share one scale in a quantised cache or rope; 0 when there are no scales. For quantize 0 says that
+        a token shares one, or that the scale is static.
     alignment : int
         The largest power of two up to 16 that divides every base address and outer stride in bytes; a mask's biases,
         which every kernel reads element by element, do not count.
@@ -176,3 +178,16 @@ class MergeArgs:
     suffix_output: torch.Tensor
     suffix_lse: torch.Tensor
     output_lse: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class QuantizeArgs:
+    """Arguments of ``quantize``: fp8 rows and the scales that undo them.
+
+    Column d of token t and head h has the scale ``[t, h, d // g]``; g is the problem's granularity, without one a row's
+    width, and an extent of 1 stands for all.
+    """
+
+    x: torch.Tensor  # [T, H, D], D a multiple of 8
+    output: torch.Tensor  # [T, H, D] fp8
+    scale: torch.Tensor  # f32: [T, H, ceil(D / g)], [T, 1, 1] for one a token; read, not written, where it is static

@@ -20,7 +20,7 @@ SCHEMA = 1
 #: What a problem may ask for beyond the plain operation; see `mla.problem.Problem`.
 FEATURES = (
     "lse", "sinks", "softcap", "bias", "split_q", "batch_invariant",
-    "q_scale", "k_scales", "v_scale", "v_transposed", "rope_prescaled", "scales",
+    "q_scale", "k_scales", "v_scale", "v_transposed", "rope_prescaled", "scales", "static_scale",
 )  # fmt: skip
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -22,15 +22,16 @@ from mla.dispatch import resolve
 from mla.errors import ArgumentError
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask, MaskProgram
-from mla.problem import GatherArgs, MergeArgs, PlanArgs, PrefillArgs, Problem, StoreArgs
+from mla.problem import GatherArgs, MergeArgs, PlanArgs, PrefillArgs, Problem, QuantizeArgs, StoreArgs
 from mla.target import Target
 from mla.tolerance import lse_error, output_error, precision_of
 
 FORMAT = 1
 
-Args = PlanArgs | GatherArgs | StoreArgs | PrefillArgs | MergeArgs
+Args = PlanArgs | GatherArgs | StoreArgs | PrefillArgs | MergeArgs | QuantizeArgs
 _ARGS: dict[str, Callable[..., Args]] = {
     "plan": PlanArgs, "gather": GatherArgs, "store": StoreArgs, "prefill": PrefillArgs, "merge": MergeArgs,
+    "quantize": QuantizeArgs,
 }  # fmt: skip
 #: Arguments that a launch writes, by op. A store writes into the cache.
 _WRITTEN: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "store": ("cache.latent", "cache.rope", "cache.scales"),
     "prefill": ("output", "lse"),
     "merge": ("output", "output_lse"),
+    "quantize": ("output", "scale"),
 }
 _CACHE_FIELDS = (
     "latent", "rope", "scales", "quantization_granularity", "page_table", "page_indptr", "lengths",
@@ -153,9 +155,9 @@ class Recording:
     def expect(self) -> dict[str, torch.Tensor]:
         """Return what the oracle says of the same arguments."""
         args = self.args(_CPU)
-        if self.op != "store":
+        if self.op in _EXPECT:
             return cast("dict[str, torch.Tensor]", _EXPECT[self.op](args))
-        resolve(self.problem_on(args), "cpu", _CPU)(args)  # a store's bytes are the same on every backend
+        resolve(self.problem_on(args), "cpu", _CPU)(args)  # quantised bytes are the same on every backend
         return written(self.op, args)
 
     def errors(self, results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -165,7 +167,7 @@ class Recording:
             precision = self.problem["out_dtype"]
         shares = {}
         for name, tensor in expected.items():
-            if self.op in ("plan", "store"):
+            if self.op in ("plan", "store", "quantize"):
                 same = torch.equal(_bits(results[name]), _bits(tensor.to(results[name].dtype)))
                 shares[name] = 0.0 if same else float("inf")
             elif "lse" in name:

@@ -1,4 +1,4 @@
-"""The library as operators of torch, ``torch.ops.mla``: plan, gather, store, prefill, merge and chunked_prefill.
+"""The library as operators of torch, ``torch.ops.mla``: the ops, and chunked_prefill.
 
 An operator takes tensors, numbers and text only. A layer of the cache crosses as `PagedKVCache.operands`, a mask as
 `Mask.operands` (its program in one line and its tensors), a plan as its tables. Every operator writes into tensors
@@ -25,6 +25,7 @@ from mla.masks import Mask
 from mla.merge import merge_attn_states
 from mla.plan import PrefillPlan, write_plan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from mla.quantize import launch as launch_quantize
 from mla.store import store_layer
 
 
@@ -61,6 +62,7 @@ _SCHEMAS = {
     "str target='gpu'",
     "merge": "Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
     "Tensor suffix_output, Tensor suffix_lse, *, str lse_layout='TH', str target='gpu'",
+    "quantize": "Tensor(a!) output, Tensor(b!) scale, Tensor x, int granularity, bool static_scale, str target='gpu'",
     "chunked_prefill": "Tensor(a!) output, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, "
     f"{_layer()}, Tensor weight, Tensor input_row_offsets, {_MASK}, float scale, "
     "Tensor? buffer_row_offsets, Tensor? cache_offsets, Tensor? buffer_lengths, Tensor? required_chunks, "
@@ -163,7 +165,7 @@ def _fake(name: str) -> Callable[..., None]:
 
 for _name, _run in (
     ("plan", _plan), ("gather", _gather), ("store", _store), ("prefill", _prefill), ("merge", _merge),
-    ("chunked_prefill", _chunked_prefill),
+    ("chunked_prefill", _chunked_prefill), ("quantize", launch_quantize),
 ):  # fmt: skip
     _library.define(f"{_name}({_SCHEMAS[_name]}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _run, "CompositeExplicitAutograd")

@@ -9,12 +9,13 @@ from mla.backends.cuda.merge import Merge
 from mla.backends.cuda.plan import Plan
 from mla.backends.cuda.prefill_sm80 import PrefillSm80
 from mla.backends.cuda.prefill_sm90 import PrefillSm90
+from mla.backends.cuda.quantize import Quantize
 from mla.backends.cuda.store import Store
 from mla.problem import Problem
 
-__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "PrefillSm80", "PrefillSm90", "Store", "variants"]
+__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "PrefillSm80", "PrefillSm90", "Quantize", "Store", "variants"]
 
-ENTRIES = (Plan, Gather, Store, Merge, PrefillSm80, PrefillSm90)
+ENTRIES = (Plan, Gather, Store, Merge, PrefillSm80, PrefillSm90, Quantize)
 
 
 def variants(arch: str) -> Iterator[tuple[str, Problem]]:

@@ -10,10 +10,11 @@ from mla.backends.reference.gather import gather
 from mla.backends.reference.merge import Merge
 from mla.backends.reference.plan import plan
 from mla.backends.reference.prefill import Prefill
+from mla.backends.reference.quantize import Quantize
 from mla.backends.reference.store import store
 from mla.problem import GatherArgs, PlanArgs, Problem, StoreArgs
 
-__all__ = ["Gather", "Merge", "Plan", "Prefill", "Store"]
+__all__ = ["Gather", "Merge", "Plan", "Prefill", "Quantize", "Store"]
 
 
 class _Anything:

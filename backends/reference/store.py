@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla.backends.reference.gather import locate
+from mla.backends.reference.quantize import quantize_rows
 from mla.problem import StoreArgs
 
 
@@ -21,29 +22,9 @@ def store(args: StoreArgs) -> None:
     if cache.scales is not None:
         rope_is_scaled = cache.rope.dtype == cache.latent.dtype
         values = torch.cat([latent, rope], dim=1) if rope_is_scaled else latent
-        stored, scales = quantize(values, cache.quantization_granularity, cache.latent.dtype)
+        stored, scales = quantize_rows(values, cache.quantization_granularity, cache.latent.dtype)
         cache.scales[page, slot] = scales
         latent = stored[:, : latent.shape[1]]
         rope = stored[:, latent.shape[1] :] if rope_is_scaled else rope
     cache.latent[page, slot] = latent
     cache.rope[page, slot] = rope
-
-
-def quantize(values: torch.Tensor, granularity: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows [n, D] to fp8 with one scale for each `granularity` columns.
-
-    The largest magnitude of a block becomes the largest fp8 number. A scale is at least the smallest normal f32, so
-    that a block of zeros divides to zeros.
-
-    Returns
-    -------
-    tuple of torch.Tensor
-        The stored values [n, D] and their scales, f32 [n, ceil(D / granularity)].
-    """
-    limits, width = torch.finfo(dtype), values.shape[1]
-    blocks = -(-width // granularity)
-    padded = torch.nn.functional.pad(values.to(torch.float32), (0, blocks * granularity - width))
-    padded = padded.view(-1, blocks, granularity)
-    scales = (padded.abs().amax(dim=2) / limits.max).clamp_(min=torch.finfo(torch.float32).tiny)
-    stored = (padded / scales[..., None]).clamp_(limits.min, limits.max).to(dtype)
-    return stored.view(-1, blocks * granularity)[:, :width], scales

@@ -22,6 +22,7 @@ from mla.backends.cuda.gather import Gather
 from mla.backends.cuda.merge import Merge
 from mla.backends.cuda.ops import variants
 from mla.backends.cuda.plan import Plan, PlanParams
+from mla.backends.cuda.quantize import Quantize
 from mla.backends.cuda.store import Store
 from mla.errors import CompileError
 from mla.problem import Problem
@@ -32,14 +33,14 @@ pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRT
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 #: Registers of a thread that leave 32 warps of an SM's 64 to plan (one block), 16 to the others.
-MOST_REGISTERS = {"plan": 64, "gather": 128, "store": 128, "merge": 128}
-STATIC_SHARED_BYTES = {"plan": 2 * 32 * 8, "gather": 0, "store": 0, "merge": 0}
+MOST_REGISTERS = {"plan": 64, "gather": 128, "store": 128, "merge": 128, "quantize": 128}
+STATIC_SHARED_BYTES = {"plan": 2 * 32 * 8, "gather": 0, "store": 0, "merge": 0, "quantize": 0}
 
 
 def usual_problems() -> Iterator[Problem]:
     """Yield what is compiled ahead, at one page size: the size is a constant that changes no budget."""
     yield from Plan.problems("")
-    for entry in (Gather, Store, Merge):
+    for entry in (Gather, Store, Merge, Quantize):
         yield from (problem for problem in entry.problems("") if problem.page_size in (0, 64))
 
 
@@ -48,6 +49,8 @@ def unusual_problems() -> Iterator[Problem]:
     for alignment in (1, 2, 4, 8):
         yield Problem("gather", "fp8", "bf16", page_size=7, granularity=128, alignment=alignment)
         yield Problem("store", "bf16", "fp8", page_size=7, granularity=64, alignment=alignment)
+        yield Problem("quantize", "bf16", "fp8", granularity=64, alignment=max(alignment, 2))
+        yield Problem("quantize", "fp32", "fp8", alignment=max(alignment, 4))
         for op in ("gather", "store", "merge"):
             if alignment >= 2:
                 yield Problem(op, "bf16", "bf16", page_size=1, alignment=alignment)
@@ -56,7 +59,7 @@ def unusual_problems() -> Iterator[Problem]:
     yield Problem("store", "fp32", "fp8", page_size=16, granularity=576)
 
 
-ENTRIES = {"plan": Plan, "gather": Gather, "store": Store, "merge": Merge}
+ENTRIES = {"plan": Plan, "gather": Gather, "store": Store, "merge": Merge, "quantize": Quantize}
 SPECS = {
     spec.name: (problem.op, archs, spec)
     for problems, archs in ((usual_problems(), ARCHS), (unusual_problems(), ("sm_80", "sm_90a")))
@@ -105,6 +108,8 @@ def sass(path: Path) -> list[str]:
         ("gather.fp8_bf16.p64.g128.a16", {"LDG.E.64": 8}, {"STG.E.128": 8}),
         ("store.bf16_bf16.p64.g0.a16", {"LDG.E.128": 12}, {"STG.E.128": 12}),
         ("merge.bf16_bf16.dv128.a16", {"LDG.E.128": 4}, {"STG.E.128": 2}),
+        ("quantize.bf16_fp8.g0.a16", {"LDG.E.128": 8}, {"STG.E.64": 4}),
+        ("quantize.bf16_fp8.g576.a16", {"LDG.E.128": 3}, {"STG.E.64": 3}),
     ],
 )
 def test_accesses_are_as_wide_as_the_alignment_allows(name: str, loads: dict[str, int], stores: dict[str, int]) -> None:
@@ -122,7 +127,7 @@ def test_variants_are_named_once() -> None:
     for arch in ARCHS:
         names = [kernel_id for kernel_id, _ in variants(arch)]
         assert len(names) == len(set(names))
-        assert {name.split(".")[2] for name in names} >= {"plan", "gather", "store", "merge"}
+        assert {name.split(".")[2] for name in names} >= {"plan", "gather", "store", "merge", "quantize"}
         assert all(re.fullmatch(r"[\w.+-]+", name) for name in names)
 
 

@@ -19,10 +19,26 @@ from mla.gather import gather_latent
 from mla.merge import merge_attn_states
 from mla.plan import generic_flare_mla_prefill_ragged_paged_plan
 from mla.problem import PREFILL_DTYPES, Problem
+from mla.quantize import (
+    quantize_per_block,
+    quantize_per_head,
+    quantize_per_tensor,
+    quantize_per_token,
+    quantize_with_scale,
+)
 from mla.registry_file import Implementation
 from mla.store import store
 from mla.target import device_arch, runs_on
-from tests.support.matrix_cases import GATHERS, MERGES, PLANS, PREFILLS, PREFILLS_FULL, STORES, PlanCase
+from tests.support.matrix_cases import (
+    GATHERS,
+    MERGES,
+    PLANS,
+    PREFILLS,
+    PREFILLS_FULL,
+    QUANTIZATIONS,
+    STORES,
+    PlanCase,
+)
 from tests.support.paged import make_paged, offsets_of, slots_of
 from tests.support.problems import DTYPES, Case, build, fp8_dtype
 from tests.support.tolerance import assert_lse, assert_output, precision_of
@@ -69,7 +85,7 @@ def only(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> Ite
         run: Callable[[Any], None] = implementation.load().prepare(problem, device)
         return run
 
-    for module in ("dispatch", "plan", "gather", "store", "merge"):
+    for module in ("dispatch", "plan", "gather", "store", "merge", "quantize"):
         monkeypatch.setattr(f"mla.{module}.resolve", resolve)
     dispatch.forget()
     yield TARGETS.get(implementation.backend, implementation.backend)
@@ -197,6 +213,39 @@ def test_merge(implementation: Implementation, device: torch.device, case: Any, 
     merge_attn_states(output, parts[0], given[0], parts[1], given[1], given[0], lse_layout=layout, target=only)
     assert_output(output, expected, out_dtype)
     assert_lse(given[0].T if layout == "HT" else given[0], expected_lse, out_dtype)
+
+
+@over("quantize", QUANTIZATIONS)
+def test_quantize(implementation: Implementation, device: torch.device, case: Any, only: str, seed: int) -> None:
+    name, shared, (tokens, heads, width), shift = case
+    largest = torch.finfo(fp8_dtype(device)).max
+    values = torch.randn(tokens, heads + 1, width + 8, generator=torch.Generator().manual_seed(seed))
+    values *= torch.logspace(-6, 3, tokens)[:, None, None] if name != "fp16" else 1.0
+    values[1], values[-1, -1] = 0.0, 1e-41  # zeros, and what a scale of normal size makes zero
+    values = values.to(DTYPES[name])
+    x = values.to(device)[:, 1:, shift : shift + width]
+    expected = values[:, 1:, shift : shift + width].float()
+    out = torch.full((tokens, heads, width + 16), 1.0, device=device).to(fp8_dtype(device))[..., :width]
+    given: dict[str, Any] = {"dtype": fp8_dtype(device), "out": out, "target": only}
+    if shared == "token":
+        scale, groups = quantize_per_token(x, **given)[1].unsqueeze(2), expected.reshape(tokens, -1)[:, None, None]
+    elif shared == "head":
+        scale, groups = quantize_per_head(x, **given)[1][:, None], expected.transpose(0, 1).reshape(1, heads, 1, -1)
+    elif shared == "tensor":
+        scale, groups = quantize_per_tensor(x, **given)[1][:, None], expected.reshape(1, 1, 1, -1)
+    elif shared == "given":
+        scale = torch.tensor([1e-3, 1.0, 2e-37, 3e30, 0.7], device=device)
+        quantize_with_scale(x, scale, **given)
+        scale, groups = scale[:, None], scale.cpu()[:, None, None] * largest
+    else:
+        blocks = -(-width // shared)
+        scale = quantize_per_block(x, shared, **given)[1]
+        groups = torch.nn.functional.pad(expected, (0, blocks * shared - width)).view(tokens, heads, blocks, shared)
+    wanted = (groups.abs().amax(-1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    assert torch.equal(scale.cpu().expand(wanted.shape), wanted) or shared == "given"
+    each = scale.cpu().repeat_interleave(shared, -1)[..., :width] if isinstance(shared, int) else scale.cpu()
+    stored = (expected / each).clamp(-largest, largest).to(out.dtype)
+    assert torch.equal(out.cpu().view(torch.uint8), stored.view(torch.uint8))
 
 
 def test_no_implementation_is_left_out() -> None:

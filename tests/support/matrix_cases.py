@@ -136,3 +136,20 @@ MERGES: list[Any] = [
     ("bf16", "bf16", 256, "HT", 1),
     ("fp32", "fp32", 128, "TH", 0),
 ]
+
+#: Input dtype, what shares a scale (a granularity, or a name), [T, H, D], elements by which the input is misaligned.
+QUANTIZATIONS: list[Any] = [
+    ("bf16", "token", (37, 3, 192), 0),
+    ("fp16", "token", (3, 70, 192), 0),
+    ("fp32", "token", (9, 1, 2048), 0),
+    ("bf16", "token", (5, 1, 512), 0),
+    ("bf16", "token", (4, 5, 136), 1),
+    ("bf16", 64, (37, 3, 576), 0),
+    ("bf16", 128, (37, 1, 576), 0),
+    ("fp16", 128, (11, 3, 256), 3),
+    ("fp32", 576, (33, 1, 576), 0),
+    ("bf16", 576, (7, 2, 648), 0),
+    ("bf16", "head", (19, 5, 128), 0),
+    ("fp16", "tensor", (19, 5, 128), 4),
+    ("fp32", "given", (19, 5, 128), 0),
+]

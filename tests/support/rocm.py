@@ -117,6 +117,6 @@ def through_public_functions(monkeypatch: pytest.MonkeyPatch, executor: Executor
             raise UnsupportedError("; ".join([*faults, *([refusal] if refusal else [])]))
         return functools.partial(executor.run, entry.prepare(problem, device))
 
-    for module in ("dispatch", "plan", "gather", "store", "merge"):
+    for module in ("dispatch", "plan", "gather", "store", "merge", "quantize"):
         monkeypatch.setattr(f"mla.{module}.resolve", resolve)
     dispatch.forget()

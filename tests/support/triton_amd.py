@@ -84,6 +84,6 @@ def executed(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
                 return run
         raise UnsupportedError("no entry fits")
 
-    for module in ("dispatch", "plan", "gather", "store", "merge"):
+    for module in ("dispatch", "plan", "gather", "store", "merge", "quantize"):
         monkeypatch.setattr(f"mla.{module}.resolve", resolve)
     dispatch.forget()

@@ -66,7 +66,14 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 def test_the_packaged_file_is_read_and_every_condition_may_be_absent() -> None:
     registry = Registry()
     registry.add(REGISTRY)
-    assert {one.op for one in registry if one.backend == "reference"} == {"plan", "gather", "store", "prefill", "merge"}
+    assert {one.op for one in registry if one.backend == "reference"} == {
+        "plan",
+        "gather",
+        "store",
+        "prefill",
+        "merge",
+        "quantize",
+    }
     assert registry["reference.cpu.merge.torch"].requires.dtypes is None
 
 
