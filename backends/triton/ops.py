@@ -6,8 +6,9 @@ from mla.backends.triton.gather import Gather
 from mla.backends.triton.merge import Merge
 from mla.backends.triton.plan import Plan
 from mla.backends.triton.prefill import Prefill, PrefillHopper
+from mla.backends.triton.quantize import Quantize
 from mla.backends.triton.store import Store
 
-__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "Prefill", "PrefillHopper", "Store"]
+__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "Prefill", "PrefillHopper", "Quantize", "Store"]
 
-ENTRIES = (Plan, Gather, Store, Prefill, PrefillHopper, Merge)
+ENTRIES = (Plan, Gather, Store, Prefill, PrefillHopper, Merge, Quantize)

@@ -16,7 +16,7 @@ import torch
 from mla import dispatch, registry
 from mla.errors import UnsupportedError
 from tests.kernels import test_matrix as matrix
-from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, STORES
+from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, QUANTIZATIONS, STORES
 from tests.support.problems import Case
 from tests.support.triton_amd import Executor, executed
 
@@ -94,6 +94,11 @@ def test_store(arch: str, case: Any, executor: Executor, seed: int) -> None:
 @every(MERGES)
 def test_merge(arch: str, case: Any, executor: Executor, seed: int) -> None:
     run(matrix.test_merge, executor, implementation("merge"), CPU, case, "triton", seed)
+
+
+@every(QUANTIZATIONS)
+def test_quantize(arch: str, case: Any, executor: Executor, seed: int) -> None:
+    run(matrix.test_quantize, executor, implementation("quantize"), CPU, case, "triton", seed)
 
 
 @pytest.mark.parametrize("arch", ["gfx942"])

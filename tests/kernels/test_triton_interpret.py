@@ -27,6 +27,7 @@ SELECTIONS = {
     "gather": "test_gather and triton and (64 or 16)",
     "store": "test_store and triton",
     "merge": "test_merge and triton",
+    "quantize": "test_quantize and triton",
     "prefill": "test_prefill and triton.any and (default or sink_window or softcap)",
 }
 
