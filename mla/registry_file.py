@@ -28,7 +28,7 @@ _BACKEND = re.compile(r"[a-z][a-z0-9_]*")
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){3,}")
 _ONE_LINE = re.compile(r".+")
 _DTYPES = (*PREFILL_DTYPES, "fp8_fnuz", "int32")
-_OUT_DTYPES = ("bf16", "fp16", "fp32", "fp8", "int32")
+_OUT_DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp8_fnuz", "int32")
 
 _Path = tuple[str | int, ...]
 

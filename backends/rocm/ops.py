@@ -9,12 +9,13 @@ from mla.backends.rocm.gather import Gather
 from mla.backends.rocm.merge import Merge
 from mla.backends.rocm.plan import Plan
 from mla.backends.rocm.prefill import Prefill
+from mla.backends.rocm.quantize import Quantize
 from mla.backends.rocm.store import Store
 from mla.problem import Problem
 
-__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "Prefill", "Store", "variants"]
+__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "Prefill", "Quantize", "Store", "variants"]
 
-ENTRIES = (Plan, Gather, Store, Prefill, Merge)
+ENTRIES = (Plan, Gather, Store, Prefill, Merge, Quantize)
 
 
 def variants(arch: str) -> Iterator[tuple[str, Problem]]:

@@ -42,6 +42,8 @@ def one_of_each(arch: str) -> list[tuple[str, KernelSpec]]:
         next(p for p in ops.Store.problems(arch) if p.granularity == 576),
         Problem("merge", "bf16", "bf16", alignment=16),
         Problem("merge", "fp32", "bf16", dims=(256, 256)),
+        *(problem for problem in ops.Quantize.problems(arch) if problem.dtypes == "bf16"),
+        Problem("quantize", "fp32", "fp8", granularity=64, alignment=4),
     ]
     causal = masks.CausalMask().program
     sink_window = masks.Mask.from_function(lambda b, h, q, k: (k <= q) & ((q - k < 4096) | (k < 64))).program
@@ -56,7 +58,10 @@ def one_of_each(arch: str) -> list[tuple[str, KernelSpec]]:
             replace(plain, dtypes="bf16+fp8_rope", granularity=128),
             replace(plain, rope="ragged", page_size=0),
         ]
-    entries = {"plan": ops.Plan, "gather": ops.Gather, "store": ops.Store, "merge": ops.Merge, "prefill": ops.Prefill}
+    entries = {
+        "plan": ops.Plan, "gather": ops.Gather, "store": ops.Store, "merge": ops.Merge, "prefill": ops.Prefill,
+        "quantize": ops.Quantize,
+    }  # fmt: skip
     specs = [entries[problem.op].specs(problem, arch)[0] for problem in problems]
     return [(spec.kernel_id(arch), spec) for spec in specs]
 

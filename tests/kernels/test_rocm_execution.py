@@ -20,7 +20,7 @@ from mla.errors import UnsupportedError
 from tests.kernels import test_matrix as matrix
 from tests.support import problems
 from tests.support.hip import ARCHS, needs_clang
-from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, PREFILLS, STORES
+from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, PREFILLS, QUANTIZATIONS, STORES
 from tests.support.problems import Case, build
 from tests.support.rocm import Executor, executed, through_public_functions
 
@@ -152,3 +152,8 @@ def test_store(arch: str, case: Any, executor: Executor, seed: int) -> None:
 @every(MERGES)
 def test_merge(arch: str, case: Any, executor: Executor, seed: int) -> None:
     run(matrix.test_merge, executor, implementation("merge"), CPU, case, "rocm", seed)
+
+
+@every(QUANTIZATIONS)
+def test_quantize(arch: str, case: Any, executor: Executor, seed: int) -> None:
+    run(matrix.test_quantize, executor, implementation("quantize"), CPU, case, "rocm", seed)
