@@ -149,6 +149,8 @@ def as_page_ids(tensor: torch.Tensor, name: str, device: torch.device) -> torch.
     Entries that lie behind a sequence may be garbage, so that values are not checked here.
     """
     _require_index(tensor, name, device)
+    if tensor.dtype == torch.int64:  # an id that int32 does not hold must not wrap round to another page's
+        tensor = tensor.clamp(-INT32_MAX - 1, INT32_MAX)
     result = _as_int32(tensor, device)
     return result if result.shape[-1] <= 1 or result.stride(-1) == 1 else result.contiguous()
 

@@ -13,6 +13,7 @@ from mla._check import (
     as_index,
     check_offsets,
     is_capturing,
+    readable,
     require_device,
     require_dtype,
     require_last_dim_contiguous,
@@ -28,7 +29,7 @@ from mla.gather import Weight, gather_layer, up_project
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask, as_mask
 from mla.merge import merge_attn_states
-from mla.plan import PlanChunk, PrefillPlan, make_plan
+from mla.plan import PlanChunk, PrefillPlan, check_buffer_token_size, make_plan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def chunked_prefill(
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
     as_mask(mask, "mask")
+    require_tensor(input_row_offsets, "input_row_offsets", 1)
     cache = kv_collection.layer(layer_idx)
     extents = find_extents(q, cache, weight, buffer_token_size, plan)
     require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
@@ -225,6 +227,8 @@ def run_job(
             "plan has lengths that the host knows, and a graph is being captured: a replay would not see new ones. "
             "Make it with max_chunks, without seq_lens_cpu and check()"
         )
+    else:
+        _require_same_batch(plan, cache, offsets_given, offsets)
     groups = Groups.of(plan)
     if groups is not None:
         _attend_groups(call, plan, groups, weight, extents, workspace)
@@ -232,6 +236,24 @@ def run_job(
     _attend_all(call, plan, weight, extents, workspace, keep_rows)
     if plan.total_rows is None and plan.max_chunks * plan.buffer_token_size < _most_rows(cache):
         _spoil_cut_sequences(call, plan)
+
+
+def _require_same_batch(
+    plan: PrefillPlan, cache: PagedKVCache, offsets_given: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """Raise if the lengths that a plan knows are not those of the batch; only as far as these are on the CPU."""
+    if plan.seq_lens_cpu is not None and readable(cache.lengths):
+        lengths = cache.total_lengths(offsets)
+        if not torch.equal(plan.seq_lens_cpu, lengths):
+            raise ArgumentError(
+                f"plan was made for lengths {plan.seq_lens_cpu.tolist()}, the batch has {lengths.tolist()}"
+            )
+    if plan.row_offsets_cpu is not None and readable(offsets_given):
+        known = plan.row_offsets_cpu
+        if not torch.equal(known.to(torch.int64), offsets_given.to(torch.int64)):
+            raise ArgumentError(
+                f"plan was made for input_row_offsets {known.tolist()}, the call has {offsets_given.tolist()}"
+            )
 
 
 def plan_job(
@@ -275,7 +297,11 @@ def find_extents(
         require_device(weight, "weight", q.device)
     elif not callable(weight):
         raise DTypeError(f"weight must be a torch.Tensor or a callable, got {type(weight).__name__}")
-    if plan is not None:
+    if plan is None:
+        check_buffer_token_size(buffer_token_size)
+    elif not isinstance(plan, PrefillPlan):
+        raise DTypeError(f"plan must be a PrefillPlan, got {type(plan).__name__}")
+    else:
         for name, have, want in (
             ("sequences", plan.batch_size, cache.batch_size),
             ("tokens a page", plan.page_size, cache.page_size),

@@ -10,6 +10,7 @@ import torch
 from mla._check import (
     alignment,
     as_index,
+    check_non_negative,
     check_offsets,
     is_capturing,
     readable,
@@ -17,6 +18,7 @@ from mla._check import (
     require_dtype,
     require_last_dim_contiguous,
     require_no_grad,
+    require_no_overlap,
     require_shape,
     require_tensor,
     short_dtype,
@@ -88,6 +90,7 @@ def generic_flare_mla_decompress_k_cache_ragged_paged(
     require_dtype(k_buffer, "k_buffer", (k_latent_buffer.dtype,))
     require_device(k_buffer, "k_buffer", k_latent_buffer.device)
     require_last_dim_contiguous(k_buffer, "k_buffer")
+    require_no_overlap(k_buffer, "k_buffer")
     if isinstance(weight, torch.Tensor):
         why = f"k_buffer has shape {tuple(k_buffer.shape)}"
         require_shape(weight, "weight", (k_buffer.shape[1], KV_LORA_RANK), why)
@@ -165,6 +168,7 @@ def gather_layer(
     row_offsets = as_index(buffer_row_offsets_1d, "buffer_row_offsets_1d", cache.batch_size + 1, device)
     offsets = as_index(cache_offsets_1d, "cache_offsets_1d", cache.batch_size, device)
     check_offsets(buffer_row_offsets_1d, "buffer_row_offsets_1d", rows, "k_latent_buffer")
+    check_non_negative(cache_offsets_1d, "cache_offsets_1d")
     length = _buffer_length(buffer_length, rows, device)
     if isinstance(length, int) and length <= 0:
         return
@@ -187,6 +191,7 @@ def up_project(latent: torch.Tensor, weight: Weight, output: torch.Tensor) -> No
 def _validated(cache: PagedKVCache, k_latent_buffer: torch.Tensor, aligned_to: int, target: str | Target) -> Runner:
     require_shape(k_latent_buffer, "k_latent_buffer", (None, KV_LORA_RANK))
     require_last_dim_contiguous(k_latent_buffer, "k_latent_buffer")
+    require_no_overlap(k_latent_buffer, "k_latent_buffer")
     require_dtype(
         k_latent_buffer, "k_latent_buffer", _BUFFER_DTYPES if cache.scales is not None else (cache.latent.dtype,)
     )

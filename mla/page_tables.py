@@ -14,6 +14,8 @@ from mla._check import (
     check_non_negative,
     check_offsets,
     is_capturing,
+    readable,
+    require_int,
     require_tensor,
 )
 from mla.errors import ArgumentError, ShapeError
@@ -66,6 +68,13 @@ def make_tables(
             )
         check_offsets(page_indptr, "kv_page_indptr", page_table.shape[0], "kv_page_indices")
     check_non_negative(lengths, name)
+    for bound_name, value in (("max_seq_length", max_seq_length), ("max_cache_length", max_cache_length)):
+        if value is not None:
+            require_int(value, bound_name)
+            if value < 0:
+                raise ArgumentError(f"{bound_name} must not be negative, got {value}")
+    if max_cache_length is not None and readable(lengths) and bool((lengths.to(torch.int64) > max_cache_length).any()):
+        raise ArgumentError(f"max_cache_length is {max_cache_length}, but {name} goes up to {int(lengths.max())}")
     table_bound = min(page_table.shape[-1] * page_size, INT32_MAX)
     if max_cache_length is not None and max_cache_length > table_bound:
         raise ShapeError(

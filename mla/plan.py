@@ -227,7 +227,7 @@ def write_plan(
     run = _runs.get(key)
     if run is None:
         run = _runs.remember(key, _validated(input_row_offsets, cache, *tables, target))
-    _check_buffer_token_size(buffer_token_size)
+    check_buffer_token_size(buffer_token_size)
     buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks = tables
     device = buffer_lengths.device
     if is_capturing(device):
@@ -297,7 +297,7 @@ def make_plan(
     row_offsets_cpu: torch.Tensor | None = None,
 ) -> PrefillPlan:
     """Return the plan of one layer's tables and lengths; `row_offsets_cpu` is what `input_row_offsets` holds."""
-    _check_buffer_token_size(buffer_token_size)
+    check_buffer_token_size(buffer_token_size)
     if max_chunks is not None:
         require_int(max_chunks, "max_chunks")
         if max_chunks < 1:
@@ -386,7 +386,8 @@ def _validated(
     return resolve(Problem("plan", "int32", "int32", page_size=cache.page_size, alignment=4), target, device)
 
 
-def _check_buffer_token_size(buffer_token_size: int) -> None:
+def check_buffer_token_size(buffer_token_size: int) -> None:
+    """Raise unless N is an int that the tables can hold."""
     require_int(buffer_token_size, "buffer_token_size")
     if not 1 <= buffer_token_size <= INT32_MAX:
         raise ArgumentError(f"buffer_token_size must be from 1 to {INT32_MAX}, got {buffer_token_size}")

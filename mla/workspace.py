@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla._prefill_call import workspace_bytes
 from mla.chunked import find_extents
 from mla.errors import ArgumentError
 from mla.prefill import bind
+
+if TYPE_CHECKING:
+    import torch
+
+    from mla.gather import Weight
+    from mla.kv_cache import PagedKVCacheCollection
+    from mla.plan import PrefillPlan
 
 
 def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
@@ -34,11 +41,24 @@ def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
         As the call itself.
     """
     if op == "flare_mla_prefill":
-        output, *rest = operands
-        keywords.pop("stream", None)
-        return workspace_bytes(bind(output, tuple(rest), keywords))
+        return _of_prefill(*operands, **keywords)
     if op == "chunked_prefill":
-        q, kv_collection, layer_idx, weight = operands[:4]
-        size, plan = keywords.get("buffer_token_size", 16384), keywords.get("plan")
-        return find_extents(q, kv_collection.layer(layer_idx), weight, size, plan).workspace_bytes()
+        return _of_chunked(*operands, **keywords)
     raise ArgumentError(f"op must be 'flare_mla_prefill' or 'chunked_prefill', got {op!r}")
+
+
+def _of_prefill(output: torch.Tensor, *operands: Any, stream: Any = None, **keywords: Any) -> int:
+    return workspace_bytes(bind(output, operands, keywords))
+
+
+def _of_chunked(
+    q: torch.Tensor,
+    kv_collection: PagedKVCacheCollection,
+    layer_idx: int,
+    weight: Weight,
+    *others: Any,
+    buffer_token_size: int = 16384,
+    plan: PrefillPlan | None = None,
+    **other_keywords: Any,
+) -> int:
+    return find_extents(q, kv_collection.layer(layer_idx), weight, buffer_token_size, plan).workspace_bytes()

@@ -160,3 +160,52 @@ def test_a_plan_of_another_batch() -> None:
     plan = prefill_plan(other.input_row_offsets, other.cache, 0, 48, target="cpu")
     with pytest.raises(ShapeError, match="plan was made for 1 sequences, kv_collection has 4"):
         run(data, q, weight, masks.CausalMask(), 48, plan=plan)
+
+
+class TestPlanOfAnotherBatch:
+    """A plan that knows its lengths is refused where they are not those of the call."""
+
+    def run(self, lengths: list[int], offsets: list[int]) -> None:
+        data, q, weight = job([(40, 9), (3, 20)])
+        plan = prefill_plan(data.input_row_offsets, data.cache, data.layer_idx, 64, seq_lens_cpu=[49, 23], target="cpu")
+        cache = data.cache.with_batch(torch.tensor(lengths), data.page_table)
+        mla.chunked_prefill(
+            q, cache, data.layer_idx, weight, torch.tensor(offsets), masks.CausalMask(), SCALE, plan=plan, target="cpu"
+        )
+
+    def test_same(self) -> None:
+        self.run([40, 3], [0, 9, 29])
+
+    def test_other_lengths(self) -> None:
+        with pytest.raises(mla.ArgumentError, match=r"plan was made for lengths \[49, 23\], the batch has \[48, 23\]"):
+            self.run([39, 3], [0, 9, 29])
+
+    def test_other_rows(self) -> None:
+        with pytest.raises(mla.ArgumentError, match=r"plan was made for input_row_offsets .* has \[0, 8, 28\]"):
+            self.run([41, 3], [0, 8, 28])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"plan": "shared"}, DTypeError, "plan must be a PrefillPlan, got str"),
+        ({"input_row_offsets": 4}, DTypeError, "input_row_offsets must be a torch.Tensor, got int"),
+        ({"buffer_token_size": 0}, mla.ArgumentError, "buffer_token_size must be from 1"),
+    ],
+)
+def test_refusals_name_the_argument(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    data, q, weight = job([(40, 9)])
+    given = {"input_row_offsets": data.input_row_offsets, "target": "cpu", **change}
+    with pytest.raises(error, match=words):
+        mla.chunked_prefill(q, data.cache, data.layer_idx, weight, mask=masks.CausalMask(), scale=SCALE, **given)
+
+
+def test_workspace_size_takes_operands_by_name() -> None:
+    data, q, weight = job([(40, 9)])
+    named = {"q": q, "kv_collection": data.cache, "layer_idx": data.layer_idx, "weight": weight}
+    size = mla.workspace_size("chunked_prefill", *named.values(), buffer_token_size=32)
+    assert mla.workspace_size("chunked_prefill", **named, buffer_token_size=32, target="cpu") == size > 0
+    with pytest.raises(mla.ArgumentError, match="buffer_token_size"):
+        mla.workspace_size("chunked_prefill", **named, buffer_token_size=0)
+    with pytest.raises(TypeError, match="weight"):
+        mla.workspace_size("chunked_prefill", q, data.cache, data.layer_idx)

@@ -248,3 +248,22 @@ def test_grad_mode() -> None:
     buffer = torch.zeros(64, 512, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(mla.ArgumentError, match="k_latent_buffer"):
         gather_latent(torch.tensor([0, 64]), torch.tensor([0]), 64, data.cache, 0, buffer, target="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cache_offsets_1d": torch.tensor([-5])}, r"cache_offsets_1d must not be negative, got \[-5\]"),
+        ({"k_latent_buffer": torch.zeros(1, 512).expand(64, 512)}, "k_latent_buffer is written, but its elements"),
+        ({"k_buffer": torch.zeros(1, 512).expand(64, 512)}, "k_buffer is written, but its elements share memory"),
+    ],
+)
+def test_offsets_and_buffers_that_cannot_be(change: dict[str, Any], words: str) -> None:
+    data = make_paged([40], [9], 16, dtype=torch.float32)
+    given = {
+        "buffer_row_offsets_1d": torch.tensor([0, 49]), "cache_offsets_1d": torch.tensor([0]), "buffer_length": 49,
+        "weight": torch.zeros(512, 512), "kv_collection": data.cache, "layer_idx": data.layer_idx,
+        "k_latent_buffer": torch.zeros(64, 512), "k_buffer": torch.zeros(64, 512), **change,
+    }  # fmt: skip
+    with pytest.raises(mla.MlaError, match=words):
+        mla.generic_flare_mla_decompress_k_cache_ragged_paged(**given, target="cpu")

@@ -375,3 +375,23 @@ class TestCheckIndices:
         table[0, 1] = 4
         with pytest.raises(mla.ArgumentError, match="page ids"):
             layer.check_indices(torch.tensor([0, 0, 0]))
+
+
+def test_a_wide_page_id_does_not_wrap_round_to_another_page() -> None:
+    pages = torch.zeros(4, 4, 576)
+    cache = PagedKVCacheCollection.from_pages(pages, torch.tensor([[0, 2**32 + 1]]), torch.tensor([4]))
+    with pytest.raises(mla.ArgumentError, match=r"page ids must be in \[0, 4\)"):
+        cache.store(0, torch.tensor([0, 3]), torch.zeros(3, 512), torch.zeros(3, 64), target="cpu")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error", "words"),
+    [
+        ({"max_seq_length": -1}, mla.ArgumentError, "max_seq_length must not be negative, got -1"),
+        ({"max_cache_length": "9"}, mla.DTypeError, "max_cache_length must be an int, got str"),
+        ({"max_cache_length": 3}, mla.ArgumentError, "max_cache_length is 3, but cache_lengths goes up to 7"),
+    ],
+)
+def test_bounds_of_lengths(bounds: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        PagedKVCacheCollection.from_pages(torch.zeros(4, 4, 576), torch.tensor([[0, 1]]), torch.tensor([7]), **bounds)
