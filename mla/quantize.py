@@ -171,7 +171,7 @@ def quantize_with_scale(
     x : torch.Tensor
         [T, D] or [T, H, D], as for `quantize_per_token`.
     scale : torch.Tensor
-        float32, at least 2**-126 each: [1], [H], or [T, 1].
+        float32, each from 2**-126 to 2**125: [1], [H], or [T, 1].
     dtype, out, target, stream
         As for `quantize_per_token`.
 

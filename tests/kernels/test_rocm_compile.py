@@ -42,7 +42,7 @@ def one_of_each(arch: str) -> list[tuple[str, KernelSpec]]:
         next(p for p in ops.Store.problems(arch) if p.granularity == 576),
         Problem("merge", "bf16", "bf16", alignment=16),
         Problem("merge", "fp32", "bf16", dims=(256, 256)),
-        *(problem for problem in ops.Quantize.problems(arch) if problem.dtypes == "bf16"),
+        *ops.Quantize.problems(arch),
         Problem("quantize", "fp32", "fp8", granularity=64, alignment=4),
     ]
     causal = masks.CausalMask().program

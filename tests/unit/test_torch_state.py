@@ -48,6 +48,11 @@ def merge(data: PagedData, q: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return merged
 
 
+def quantize(data: PagedData, q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    made = mla.quantize_for_prefill(q, q[..., :128], q[..., 64:], q[:, :1, :64], target="cpu")
+    return torch.cat([tensor.float().flatten() for tensor in made if tensor is not None])
+
+
 def biased(data: PagedData, q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     starts = data.input_row_offsets[1:]
     mask = mla.Mask.from_function(lambda b, h, q, k: ((q + h) // (k % 3) >= 0) | (k < starts[b]))
@@ -63,6 +68,7 @@ JOBS: dict[str, Callable[..., torch.Tensor]] = {
     "store": store,
     "allocate": allocate,
     "merge": merge,
+    "quantize": quantize,
 }
 
 
