@@ -247,9 +247,13 @@ def _read_yaml(path: Path, lines: dict[_Path, int]) -> Any:
         node = loader.get_single_node()
     except OSError as error:
         raise RegistryError(f"{path}:1: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RegistryError(f"{path}:1: not UTF-8 text: {error.reason}") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RegistryError(f"{path}:{line}: not valid YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise RegistryError(f"{path}:1: not valid YAML: {str(error).splitlines()[0]}") from error
     if node is None:
         lines[()] = 1
         return None

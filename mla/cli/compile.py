@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mla import jit_cache
-from mla.errors import ArgumentError, TargetError
+from mla.dispatch import explain
+from mla.errors import ArgumentError, TargetError, UnsupportedError
 from mla.problem import OPS
 from mla.target import Target, install_hint
 
@@ -43,6 +44,10 @@ def compile_(
         raise ArgumentError(f"--op: {unknown[0]!r} is not one of {', '.join(OPS)}")
     if where.name not in ("cuda", "rocm") or where.arch is None:
         raise TargetError(f"--target: {target!r} must be cuda or rocm with an architecture, such as cuda:sm_90a")
+    for name in op or OPS:
+        explanation = explain(name, target=where)
+        if explanation.chosen is None:
+            raise UnsupportedError(f"--target: nothing is written for {where}", explanation)
     ahead = importlib.import_module(f"mla.backends.{where.name}.ahead")
     console = Console(stderr=True)
     start = time.perf_counter()

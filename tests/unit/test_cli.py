@@ -45,6 +45,7 @@ def test_explain_takes_the_problem_and_answers_in_json() -> None:
         (["check", "--target", "cpu", "--target", "cup"], "unknown target 'cup' (did you mean 'cpu'?)"),
         (["bench", "--target", "gpux"], "unknown target 'gpux' (did you mean 'gpu'?)"),
         (["compile", "--target", "cuda"], "--target: 'cuda' must be cuda or rocm with an architecture"),
+        (["compile", "--target", "cuda:sm_75"], "--target: nothing is written for cuda:sm_75"),
         (["compile", "--target", "cuda:sm_90a", "--op", "decode"], "--op: 'decode' is not one of plan, gather"),
     ],
 )

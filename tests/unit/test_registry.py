@@ -126,6 +126,16 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         Registry().add(tmp_path / "absent.yaml")
 
 
+@pytest.mark.parametrize(
+    ("data", "words"), [(b"\xff\xfe\x00", "not UTF-8 text"), (b"schema: 1\n\x00", "not valid YAML")]
+)
+def test_a_file_that_is_no_text_is_an_error(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(data)
+    with pytest.raises(RegistryError, match=rf"binary\.yaml:\d+: {words}"):
+        Registry().add(path)
+
+
 def test_a_repeated_id_names_both_places(tmp_path: Path) -> None:
     registry = Registry()
     registry.add(_write(tmp_path, GOOD))
