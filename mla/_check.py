@@ -139,7 +139,7 @@ def as_index(tensor: torch.Tensor, name: str, length: int | None, device: torch.
     if tensor.dtype == torch.int32 and tensor.device == device:
         return tensor.contiguous()
     if readable(tensor) and tensor.dtype != torch.int32:
-        _require_int32_range(tensor, name)
+        require_int32_range(tensor, name)
     return _as_int32(tensor, device).contiguous()
 
 
@@ -232,7 +232,8 @@ def _as_int32(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
-def _require_int32_range(tensor: torch.Tensor, name: str) -> None:
+def require_int32_range(tensor: torch.Tensor, name: str) -> None:
+    """Raise if a tensor, whose values are looked at, holds one that int32 does not."""
     wide = tensor.to(torch.int64)
     if wide.numel() and (int(wide.max()) > INT32_MAX or int(wide.min()) < -INT32_MAX - 1):
         raise ArgumentError(f"{name} holds a value that int32 does not, got {_preview(wide)}")

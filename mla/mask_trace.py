@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mla._check import readable, require_int32_range
 from mla.errors import DeviceError, DTypeError, ShapeError
 from mla.mask_expr import FALSE, TRUE, ZERO, Node, integer, make, negate
 
@@ -185,6 +186,8 @@ class Capture:
                 f"a tensor captured by a mask and indexed by {index} has shape {list(source.shape)}; "
                 f"allowed: one dimension, [{'B' if index == 'b' else 'H'}]"
             )
+        if source.dtype != torch.int32 and readable(source):
+            require_int32_range(source, f"a tensor captured by a mask and indexed by {index}")
         self.source = source
         self.index = index
         # int32 and uint32 stay the caller's memory, so that a captured graph replays with the values of the day.

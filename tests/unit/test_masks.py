@@ -235,3 +235,9 @@ def test_long_expressions_are_built_and_evaluated_without_recursion() -> None:
     assert mask.tile_class(0, 0, 0, 9, 0, 4) == 2
     with pytest.raises(ArgumentError, match="operations; allowed: at most 512"):
         Mask.from_function(lambda b, h, q, k: documents(b, h, q, k) | documents(b, h, q + 1, k))
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([2**40]), torch.tensor([2**32 - 1]).to(torch.uint32)])
+def test_a_captured_value_that_int32_does_not_hold_is_refused(lengths: torch.Tensor) -> None:
+    with pytest.raises(ArgumentError, match="indexed by b holds a value that int32 does not"):
+        CausalPaddingMask(lengths)
