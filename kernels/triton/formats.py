@@ -51,3 +51,17 @@ def narrow(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         value = tl.where(value == value, rounded, value)
     return value.to(dtype)
+
+
+@triton.jit
+def fp8_scale(amax, FNUZ: tl.constexpr):
+    # Not below the smallest normal number, so that zeros divide to zeros.
+    return tl.maximum(
+        tl.div_rn(amax, tl.full(amax.shape, 240.0 if FNUZ else 448.0, tl.float32)), 1.1754943508222875e-38
+    )
+
+
+@triton.jit
+def divide(values, scale):
+    # Rounded to nearest: `/` may differ in the last bit on NVIDIA, and every backend writes the same bytes.
+    return tl.div_rn(values, tl.broadcast_to(scale, values.shape))

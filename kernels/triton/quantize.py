@@ -9,15 +9,7 @@ twice where its scale is to be found. Budget: each element read once from memory
 import triton
 import triton.language as tl
 
-from .formats import encode_e4m3
-
-
-@triton.jit
-def _scale(amax, FNUZ: tl.constexpr):
-    # Not below the smallest normal number, so that zeros divide to zeros.
-    return tl.maximum(
-        tl.div_rn(amax, tl.full(amax.shape, 240.0 if FNUZ else 448.0, tl.float32)), 1.1754943508222875e-38
-    )
+from .formats import divide, encode_e4m3, fp8_scale
 
 
 @triton.jit
@@ -64,9 +56,9 @@ def quantize(
         inside = live[:, None] & (within < GRANULARITY)[None, :] & (column < width)
         at_x = x + (token * stride_x_t + head * stride_x_h)[:, None] + column
         values = tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
-        found = _scale(tl.max(tl.abs(values), 1), FNUZ)
+        found = fp8_scale(tl.max(tl.abs(values), 1), FNUZ)
         tl.store(scale + token * stride_scale_t + head * stride_scale_h + block, found, mask=live)
-        codes = encode_e4m3(tl.div_rn(values, tl.broadcast_to(found[:, None], values.shape)), FNUZ)
+        codes = encode_e4m3(divide(values, found[:, None]), FNUZ)
         tl.store(output + (token * stride_output_t + head * stride_output_h)[:, None] + column, codes, mask=inside)
     else:
         token = tl.program_id(0).to(tl.int64)
@@ -77,13 +69,13 @@ def quantize(
                 values, _, _, _ = _token_part(x, token, first, heads, width, stride_x_t, stride_x_h, BLOCK_D)
                 largest = tl.maximum(largest, tl.abs(values))
             amax = tl.full([BLOCK_D], 0.0, tl.float32) + tl.max(largest, 0)
-            divisor = _scale(amax, FNUZ)
+            divisor = fp8_scale(amax, FNUZ)
             tl.store(scale + token * stride_scale_t, tl.max(divisor, 0))
         for first in range(0, end, BLOCK_D):
             values, head, column, inside = _token_part(x, token, first, heads, width, stride_x_t, stride_x_h, BLOCK_D)
             if STATIC_SCALE:
                 divisor = tl.load(scale + token * stride_scale_t + head * stride_scale_h, mask=inside, other=1.0)
-            codes = encode_e4m3(tl.div_rn(values, divisor), FNUZ)
+            codes = encode_e4m3(divide(values, divisor), FNUZ)
             tl.store(
                 output + token * stride_output_t + head.to(tl.int64) * stride_output_h + column, codes, mask=inside
             )

@@ -9,14 +9,8 @@ A program writes BLOCK_R rows. Budget: each element read once and written once; 
 import triton
 import triton.language as tl
 
-from .formats import encode_e4m3
+from .formats import divide, encode_e4m3, fp8_scale
 from .gather import page_of, search
-
-
-@triton.jit
-def _scale(largest, FNUZ: tl.constexpr):
-    # Not below the smallest normal number, so that a block of zeros divides to zeros.
-    return tl.maximum(largest / (240.0 if FNUZ else 448.0), 1.1754943508222875e-38)
 
 
 @triton.jit
@@ -79,21 +73,21 @@ def store(
             largest = tl.max(tl.abs(x), 1)
             if ROPE_QUANTIZED:
                 largest = tl.maximum(largest, tl.max(tl.abs(r.to(tl.float32)), 1))
-            scale = _scale(largest, FNUZ)[:, None]
+            scale = fp8_scale(largest, FNUZ)[:, None]
             tl.store(at_scale, scale, mask=live[:, None])
-            tl.store(at_latent, encode_e4m3(x / scale, FNUZ), mask=live[:, None])
+            tl.store(at_latent, encode_e4m3(divide(x, scale), FNUZ), mask=live[:, None])
             rope_scale = scale
         else:
             BLOCKS: tl.constexpr = KV_LORA_RANK // GRANULARITY
             blocks = tl.reshape(x, [BLOCK_R, BLOCKS, GRANULARITY])
-            scale = _scale(tl.max(tl.abs(blocks), 2), FNUZ)
+            scale = fp8_scale(tl.max(tl.abs(blocks), 2), FNUZ)
             tl.store(at_scale + tl.arange(0, BLOCKS)[None, :], scale, mask=live[:, None])
-            codes = tl.reshape(encode_e4m3(blocks / scale[:, :, None], FNUZ), [BLOCK_R, KV_LORA_RANK])
+            codes = tl.reshape(encode_e4m3(divide(blocks, scale[:, :, None]), FNUZ), [BLOCK_R, KV_LORA_RANK])
             tl.store(at_latent, codes, mask=live[:, None])
-            rope_scale = _scale(tl.max(tl.abs(r.to(tl.float32)), 1), FNUZ)[:, None]
+            rope_scale = fp8_scale(tl.max(tl.abs(r.to(tl.float32)), 1), FNUZ)[:, None]
             if ROPE_QUANTIZED:
                 tl.store(at_scale + BLOCKS, rope_scale, mask=live[:, None])
         if ROPE_QUANTIZED:
-            tl.store(at_rope, encode_e4m3(r.to(tl.float32) / rope_scale, FNUZ), mask=live[:, None])
+            tl.store(at_rope, encode_e4m3(divide(r.to(tl.float32), rope_scale), FNUZ), mask=live[:, None])
         else:
             tl.store(at_rope, r.to(rope.dtype.element_ty), mask=live[:, None])
