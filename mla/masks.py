@@ -240,8 +240,9 @@ class Mask:
         Raises
         ------
         DTypeError
-            A condition is used in ``if``, ``and``, ``or``, ``not`` or a chained comparison; the result is no
-            condition; a captured tensor is not int32, int64 or uint32, or is indexed by something else than b or h.
+            `function` cannot be called; a condition is used in ``if``, ``and``, ``or``, ``not`` or a chained
+            comparison; the result is no condition; a captured tensor is not int32, int64 or uint32, or is indexed by
+            something else than b or h.
         ArgumentError
             More than 4 captured tensors, or a constant outside 32 bits.
 
@@ -255,6 +256,8 @@ class Mask:
         >>> Mask.from_function(lambda b, h, q, k: (k <= q) & ((q - k < 4096) | (k < 64)))
         FunctionMask
         """
+        if not callable(function):
+            raise DTypeError(f"function must be a callable of (b, h, q, k), got {type(function).__name__}")
         return FunctionMask(function)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mla._paths import REGISTRY
-from mla.errors import RegistryError
+from mla.errors import DTypeError, RegistryError
 from mla.registry_file import Implementation, read_implementations
 
 _lock = threading.RLock()
@@ -99,9 +99,13 @@ def register(source: str | os.PathLike[str] | Mapping[str, Any]) -> None:
 
     Raises
     ------
+    DTypeError
+        The source is neither.
     RegistryError
         The document breaks the schema or clashes with what is registered; nothing of it is added.
     """
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise DTypeError(f"source must be a path or a mapping, got {type(source).__name__}")
     default().add(source)
     for observer in _observers:
         observer()

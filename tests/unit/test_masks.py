@@ -241,3 +241,8 @@ def test_long_expressions_are_built_and_evaluated_without_recursion() -> None:
 def test_a_captured_value_that_int32_does_not_hold_is_refused(lengths: torch.Tensor) -> None:
     with pytest.raises(ArgumentError, match="indexed by b holds a value that int32 does not"):
         CausalPaddingMask(lengths)
+
+
+def test_what_cannot_be_called_makes_no_mask() -> None:
+    with pytest.raises(DTypeError, match="function must be a callable of \\(b, h, q, k\\), got int"):
+        Mask.from_function(5)  # type: ignore[arg-type]

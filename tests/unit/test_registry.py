@@ -12,8 +12,8 @@ import pytest
 
 from mla import registry as registry_module
 from mla._paths import REGISTRY
-from mla.errors import RegistryError
-from mla.registry import Registry
+from mla.errors import DTypeError, RegistryError
+from mla.registry import Registry, register
 
 GOOD = """\
 schema: 1
@@ -191,3 +191,9 @@ def test_entry_points_extend_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: asked.append(group) or [Point()])
     registry = registry_module._read_default.__wrapped__()
     assert asked == ["mla.registry"] and registry["acme.any.merge.x"].origin == "<mapping>:implementations.0"
+
+
+@pytest.mark.parametrize("source", [None, 5])
+def test_a_source_that_is_neither_path_nor_mapping_is_refused(source: object) -> None:
+    with pytest.raises(DTypeError, match=f"source must be a path or a mapping, got {type(source).__name__}"):
+        register(source)  # type: ignore[arg-type]
