@@ -5,9 +5,7 @@
 
 constexpr int kChunk = 8;  // elements
 
-template <typename T> struct Chunk {
-  uint32_t words[kChunk / kPerWord<T>];
-};
+template <typename T> struct Chunk { uint32_t words[kChunk / kPerWord<T>]; };
 
 // Bytes of one access: no less than an element, whose address its type aligns.
 template <typename T> constexpr int access_bytes() {

@@ -46,7 +46,8 @@ MLA_DEVICE uint32_t e4m3_bits(float x) {
   const uint32_t sign = __float_as_uint(x) >> 24 & 0x80;
   const float magnitude = fabsf(x);
   if (magnitude != magnitude) return 0x7f;
-  if (magnitude < 0x1p-6f) return sign | __float2int_rn(magnitude * 512.0f);  // 8 subnormal steps, the last of them 2^-6
+  if (magnitude < 0x1p-6f)
+    return sign | __float2int_rn(magnitude * 512.0f);  // 8 subnormal steps, the last of them 2^-6
   const uint32_t bits = __float_as_uint(fminf(magnitude, kE4m3Max));
   const uint32_t rounded = bits + 0x7ffff + (bits >> 20 & 1);
   return sign | ((rounded >> 20) - ((127 - 7) << 3));

@@ -6,14 +6,14 @@
 // Page ids of the batch: [B, cols] with a row stride, or the indptr/indices form.
 struct PageTable {
   const int* pages;
-  const int* indptr;   // [B+1], null for the two-dimensional form
+  const int* indptr;  // [B+1], null for the two-dimensional form
   int64_t row_stride;  // in entries; 0 in the indptr form
 };
 
 // One part of the cache's rows (latent, rope or scales): [num_pages, P, width], width contiguous.
 struct PagedRows {
   const uint8_t* data;
-  int64_t page_stride;   // in bytes
+  int64_t page_stride;  // in bytes
   int64_t token_stride;  // in bytes
 };
 

@@ -7,8 +7,10 @@ MLA_DEVICE int sequence_of_row(const int* __restrict__ offsets, int count, int r
   int low = 0;
   while (count > 1) {  // offsets[low] <= row < offsets[low + count]
     const int half = count / 2;
-    if (row >= offsets[low + half]) low += half, count -= half;
-    else count = half;
+    if (row >= offsets[low + half])
+      low += half, count -= half;
+    else
+      count = half;
   }
   return low;
 }

@@ -11,24 +11,24 @@
 enum RopeKind { kRopePaged = 0, kRopeBatched = 1, kRopeRagged = 2 };
 
 struct SequenceArgs {
-  const int* cu_seqlens_q;     // [B+1]
-  const int* cu_seqlens_k;     // [B+1]
-  const int* cache_offsets;    // [B] or null
-  const int* lengths;          // [B], paged rope
+  const int* cu_seqlens_q;  // [B+1]
+  const int* cu_seqlens_k;  // [B+1]
+  const int* cache_offsets;  // [B] or null
+  const int* lengths;  // [B], paged rope
   const int* start_positions;  // [B] or null
-  const int* kv_lengths;       // [B] or null
-  int lengths_include_new;     // paged rope
-  int rope_rows;               // batched rope: its second extent
+  const int* kv_lengths;  // [B] or null
+  int lengths_include_new;  // paged rope
+  int rope_rows;  // batched rope: its second extent
 };
 
 struct Sequence {
   int q_begin;  // row of q of its first query
-  int new_;     // queries
+  int new_;  // queries
   int k_begin;  // row of k and v of its first key
-  int rows;     // rows of k and v, page padding included
-  int n_keys;   // of these, keys that count
-  int offset;   // position of its first key
-  int start;    // position of its first query; may be negative
+  int rows;  // rows of k and v, page padding included
+  int n_keys;  // of these, keys that count
+  int offset;  // position of its first key
+  int start;  // position of its first query; may be negative
 };
 
 MLA_DEVICE Sequence sequence_of(const SequenceArgs& args, int b) {

@@ -19,11 +19,11 @@ struct GatherParams {
   PagedRows latent;
   PagedRows scales;  // data null: the cache is not quantised
   PageTable table;
-  const int* row_offsets;    // [B+1]
+  const int* row_offsets;  // [B+1]
   const int* cache_offsets;  // [B]
-  const int* length;         // rows to write, on the device; null: `rows`
-  uint8_t* output;           // [N, 512]
-  int64_t output_stride;     // in bytes
+  const int* length;  // rows to write, on the device; null: `rows`
+  uint8_t* output;  // [N, 512]
+  int64_t output_stride;  // in bytes
   int batch_size;
   int rows;  // rows to write, or the most there can be
 };

@@ -76,8 +76,10 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_merge(const __g
   for (int i = 0; i < kRows; ++i) {
     const uint32_t row = first + i * kRowsPerPass, token = row / p.heads, head = row % p.heads;
     prefix[i] = suffix[i] = {};
-    if (!empty(prefix_lse[i])) prefix[i] = load_chunk(reinterpret_cast<const Source*>(row_of(p.prefix, token, head)) + column);
-    if (!empty(suffix_lse[i])) suffix[i] = load_chunk(reinterpret_cast<const Source*>(row_of(p.suffix, token, head)) + column);
+    if (!empty(prefix_lse[i]))
+      prefix[i] = load_chunk(reinterpret_cast<const Source*>(row_of(p.prefix, token, head)) + column);
+    if (!empty(suffix_lse[i]))
+      suffix[i] = load_chunk(reinterpret_cast<const Source*>(row_of(p.suffix, token, head)) + column);
   }
 
   __syncwarp();

@@ -19,16 +19,16 @@
 
 struct PlanParams {
   const int* input_row_offsets;  // [B+1]
-  const int* lengths;            // [B]
-  int* buffer_row_offsets;       // [C, B+1]
-  int* cache_offsets;            // [C, B]
-  int* buffer_lengths;           // [C]
-  int* required_chunks;          // [1] or null
-  int batch_size;                // B
-  int chunks;                    // C
-  int buffer_token_size;         // N
-  int page_size;                 // P
-  uint32_t page_reciprocal;      // n / P = n * page_reciprocal >> page_shift for n < 2^31
+  const int* lengths;  // [B]
+  int* buffer_row_offsets;  // [C, B+1]
+  int* cache_offsets;  // [C, B]
+  int* buffer_lengths;  // [C]
+  int* required_chunks;  // [1] or null
+  int batch_size;  // B
+  int chunks;  // C
+  int buffer_token_size;  // N
+  int page_size;  // P
+  uint32_t page_reciprocal;  // n / P = n * page_reciprocal >> page_shift for n < 2^31
   int page_shift;
   int new_weight;  // 0 where `lengths` include this step's tokens, else 1
   int tile;  // sequences of a block, a multiple of the threads

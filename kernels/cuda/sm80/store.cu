@@ -18,11 +18,11 @@ struct StoreParams {
   PagedRows rope;
   PagedRows scales;  // data null: the cache is not quantised
   PageTable table;
-  const int* row_offsets;        // [B+1], cumulative new tokens
-  const int* lengths;            // [B]
+  const int* row_offsets;  // [B+1], cumulative new tokens
+  const int* lengths;  // [B]
   const uint8_t* latent_source;  // [T, 512]
-  const uint8_t* rope_source;    // [T, 64]
-  int64_t latent_stride;         // in bytes
+  const uint8_t* rope_source;  // [T, 64]
+  int64_t latent_stride;  // in bytes
   int64_t rope_stride;
   int lengths_include_new;
   int batch_size;
@@ -31,7 +31,7 @@ struct StoreParams {
 
 using Source = MLA_SOURCE;  // element of the step's rows
 using Latent = MLA_LATENT;  // element of the cache's latent
-using Rope = MLA_ROPE;      // and of its rope
+using Rope = MLA_ROPE;  // and of its rope
 constexpr int kSweeps = 512 / (32 * kChunk);
 constexpr int kRopeLanes = 64 / kChunk;
 constexpr int kGranularity = MLA_GRANULARITY;  // 0: not quantised
