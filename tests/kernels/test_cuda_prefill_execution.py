@@ -114,7 +114,7 @@ FAULTS = {
     "rescale_dropped": ("if (__any_sync(~0u, moved))", "if (false)"),
     "swizzle_of_reads_only": ("(at ^ (step % 4 << 5))", "(at + (step % 4 << 5))"),
     "first_barrier_dropped": ("__syncthreads();  // barrier 1", ""),
-    "second_barrier_dropped": ("__syncthreads();           // barrier 2", ""),
+    "second_barrier_dropped": ("__syncthreads();  // barrier 2", ""),
     "wait_for_values_dropped": ("cp_async_wait_group<1>()", "cp_async_wait_group<2>()"),
     "stages_swapped": ("k_at + (stage ^ 1) * kKBytes", "k_at + stage * kKBytes"),
     "slots_counted_short": ("/ kBlockM + b;", "/ kBlockM + b / 2;"),

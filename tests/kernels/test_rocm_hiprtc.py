@@ -1,7 +1,6 @@
 """The gfx90a kernels through a real hipRTC: that of Debian 12 (ROCm 5.2.3), which compiles without a GPU.
 
-Packages: libamdhip64-5 libhiprtc-builtins5 libamd-comgr2 rocm-device-libs. It runs in a process of its own, and for
-gfx90a alone: given gfx942, which it does not know, it ends the process.
+It runs in a process of its own, and for gfx90a alone: given gfx942, which it does not know, it ends the process.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+PACKAGES = "libamdhip64-5 libhiprtc-builtins5 libamd-comgr2 rocm-device-libs"
 ROOT = Path(__file__).parents[2]
 FOLDERS = (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), "/usr/lib/x86_64-linux-gnu")
 LIBRARY = next((path for path in (Path(folder) / "libamdhip64.so.5" for folder in FOLDERS) if path.exists()), None)
@@ -32,7 +32,7 @@ print(json.dumps(reports))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("hip") is None, reason="no hip-python: pip install hip-python")
-@pytest.mark.skipif(LIBRARY is None, reason="no libamdhip64.so.5: apt install libamdhip64-5 libhiprtc-builtins5")
+@pytest.mark.skipif(LIBRARY is None, reason=f"no libamdhip64.so.5: apt install {PACKAGES} (Debian 12)")
 def test_every_kernel(tmp_path: Path) -> None:
     assert LIBRARY is not None
     (tmp_path / "lib").mkdir()

@@ -16,7 +16,7 @@ template <> struct alignas(16) Bytes<16> { uint32_t words[4]; };
 template <int BYTES> Bytes<BYTES> ld_global_nc_no_allocate(const Bytes<BYTES>* p) { return __ldg(p); }
 
 inline void cp_async(uint32_t shared, const void* global, int bytes, int source_bytes) {
-  host::fibers[host::current].open.push_back({shared, global, bytes, source_bytes});
+  host::copies[host::current].open.push_back({shared, global, bytes, source_bytes});
 }
 inline void cp_async_cg_16(uint32_t shared, const void* global, int source_bytes) {
   cp_async(shared, global, 16, source_bytes);
@@ -25,18 +25,18 @@ template <int BYTES> void cp_async_ca(uint32_t shared, const void* global, int s
   cp_async(shared, global, BYTES, source_bytes);
 }
 inline void cp_async_commit_group() {
-  host::Fiber& fiber = host::fibers[host::current];
-  fiber.groups.push_back(fiber.open);
-  fiber.open.clear();
+  host::Copies& copies = host::copies[host::current];
+  copies.groups.push_back(copies.open);
+  copies.open.clear();
 }
 template <int N> void cp_async_wait_group() {
-  host::Fiber& fiber = host::fibers[host::current];
-  while (fiber.groups.size() > N) {
-    for (const host::Copy& copy : fiber.groups.front()) {
+  host::Copies& copies = host::copies[host::current];
+  while (copies.groups.size() > N) {
+    for (const host::Copy& copy : copies.groups.front()) {
       memset(host::shared + copy.to, 0, copy.bytes);
       if (copy.read > 0 && host::readable(copy.from, copy.read)) memcpy(host::shared + copy.to, copy.from, copy.read);
     }
-    fiber.groups.pop_front();
+    copies.groups.pop_front();
   }
 }
 

@@ -93,13 +93,18 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def executed(monkeypatch: pytest.MonkeyPatch, arch: str, mutate: Mutation | None = None, seed: int = 0) -> Executor:
     """Run the entries of the ROCm backend on CPU tensors for the rest of a test."""
     executor = Executor(arch, mutate, seed)
-    monkeypatch.setattr(runtime, "load", executor.load)
-    monkeypatch.setattr(runtime, "arch_of", lambda device: arch)
-    monkeypatch.setattr(runtime, "properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    stand_in(monkeypatch, executor)
     return executor
 
 
-def through_public_functions(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, executor: Any) -> None:
+    """Let an executor (``arch``, ``load``) take the place of the device."""
+    monkeypatch.setattr(runtime, "load", executor.load)
+    monkeypatch.setattr(runtime, "arch_of", lambda device: executor.arch)
+    monkeypatch.setattr(runtime, "properties", lambda device: SimpleNamespace(multi_processor_count=4))
+
+
+def through_public_functions(monkeypatch: pytest.MonkeyPatch, executor: Any) -> None:
     """Let the public functions of the library run the backend's registered entries, whatever target is asked for.
 
     Raises (when called so)

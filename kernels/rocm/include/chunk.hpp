@@ -25,7 +25,7 @@ template <typename T> struct Chunk {
 template <typename T> MLA_DEVICE Chunk<T> zero_chunk() {
   Chunk<T> c;
 #pragma unroll
-  for (auto& access : c.accesses) access = 0;
+  for (auto& access : c.accesses) access = typename Chunk<T>::Access{};
   return c;
 }
 
