@@ -115,7 +115,7 @@ void host::call_kernel(const void* params) {{ kernel::{spec.symbol}(*static_cast
         source, library = self.folder / f"{name}.cpp", self.folder / f"{name}.so"
         if not library.exists():
             source.write_text(text)
-            flags = "-std=c++17 -O2 -w -ffp-contract=off -shared -fPIC".split()
+            flags = ["-std=c++17", "-O2", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
             command = [str(host_compiler()), *flags, *options]
             done = subprocess.run([*command, "-o", library, source], capture_output=True, text=True, check=False)
             if done.returncode:
