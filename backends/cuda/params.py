@@ -1,11 +1,14 @@
-"""Parts of parameter blocks that several kernels share, as the headers of ``kernels/cuda/include`` declare them."""
+"""What kernels share: parts of parameter blocks, as ``kernels/cuda/include`` declares them; problems compiled ahead."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import Structure, c_float, c_int, c_longlong, c_uint, c_void_p, sizeof
 from typing import TYPE_CHECKING
+
+from mla.masks import CausalMask, NullMask
+from mla.problem import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +21,22 @@ C_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "float", "fp8": "e4m3"}
 C_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 #: Page sizes that kernels are compiled ahead for.
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
+
+
+def usual_prefills() -> Iterator[Problem]:
+    """Yield the prefill problems compiled ahead: DeepSeek-V3 steps in bf16, whole and in parts to be merged."""
+    for page_size in PAGE_SIZES:
+        for mask in (CausalMask(), NullMask()):
+            for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
+                yield Problem(
+                    "prefill",
+                    "bf16",
+                    out_dtype,
+                    page_size=page_size,
+                    rope="paged",
+                    mask=mask.program,
+                    features=frozenset({"batch_invariant", *features}),
+                )
 
 
 class PageTable(Structure):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from mla import mask_code
 from mla.backends.cuda import params, runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs
-from mla.masks import CausalMask, NullMask
+from mla.backends.cuda.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
 from mla.problem import PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -201,20 +200,8 @@ class PrefillSm80:
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
         """Yield what is compiled ahead: DeepSeek-V3 steps in bf16 at the usual page sizes; Hopper has its own."""
-        if arch == "sm_90a":
-            return
-        for page_size in PAGE_SIZES:
-            for mask in (CausalMask(), NullMask()):
-                for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
-                    yield Problem(
-                        "prefill",
-                        "bf16",
-                        out_dtype,
-                        page_size=page_size,
-                        rope="paged",
-                        mask=mask.program,
-                        features=frozenset({"batch_invariant", *features}),
-                    )
+        if arch != "sm_90a":
+            yield from usual_prefills()
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:

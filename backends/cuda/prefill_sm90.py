@@ -13,11 +13,10 @@ from mla import mask_code
 from mla.backends.cuda import prefill_sm90_block as blocks
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PAGE_SIZES
+from mla.backends.cuda.params import C_TYPES, usual_prefills
 from mla.backends.cuda.prefill_sm90_block import PrefillParams, ScheduleParams
 from mla.errors import ShapeError
 from mla.mask_expr import postorder
-from mla.masks import CausalMask, NullMask
 from mla.problem import PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -190,20 +189,8 @@ class PrefillSm90:
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
         """Yield what is compiled ahead: DeepSeek-V3 steps in bf16, whole and in chunks, at the usual page sizes."""
-        if arch != "sm_90a":
-            return
-        for page_size in PAGE_SIZES:
-            for mask in (CausalMask(), NullMask()):
-                for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
-                    yield Problem(
-                        "prefill",
-                        "bf16",
-                        out_dtype,
-                        page_size=page_size,
-                        rope="paged",
-                        mask=mask.program,
-                        features=frozenset({"batch_invariant", *features}),
-                    )
+        if arch == "sm_90a":
+            yield from usual_prefills()
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
