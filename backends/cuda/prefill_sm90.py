@@ -13,6 +13,7 @@ from mla import mask_code
 from mla.backends.cuda import prefill_sm90_block as blocks
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
+from mla.backends.cuda.counters import counters_of
 from mla.backends.cuda.params import C_TYPES, usual_prefills
 from mla.backends.cuda.prefill_sm90_block import PrefillParams, ScheduleParams
 from mla.errors import ShapeError
@@ -232,7 +233,7 @@ class PrefillSm90:
                 return
             if args.k.shape[0] > TILES_MAX * block_n:
                 raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * block_n}")
-            counters = blocks.counters_of(args.q.device)
+            counters = counters_of(args.q.device)
             key = (counters.data_ptr(), *blocks.contents(args))
             block = made.get(key)
             if block is None:

@@ -10,6 +10,7 @@ import torch
 
 from mla import mask_code
 from mla.backends.cuda import params
+from mla.backends.cuda.counters import Counters
 from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
@@ -85,7 +86,7 @@ def contents(args: PrefillArgs) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def make(args: PrefillArgs, block_n: int, counters: torch.Tensor) -> PrefillParams:
+def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
     """Fill in a parameter block, apart from its table."""
     logit_scale = args.softmax_scale * math.log2(math.e)
     block = PrefillParams()
@@ -143,17 +144,3 @@ def _rope_map(args: PrefillArgs, block_n: int) -> TensorMap | None:
     stride_outer, stride_row, _ = rope.stride()
     shape, strides = (QK_ROPE_HEAD_DIM, rows, outer), (2 * stride_row, 2 * stride_outer)
     return tensor_map(rope.data_ptr(), rope.dtype, shape, strides, (QK_ROPE_HEAD_DIM, box, 1))
-
-
-_stream_counters: dict[tuple[int, int], torch.Tensor] = {}
-
-
-def counters_of(device: torch.device) -> torch.Tensor:
-    """Return two zeroed counters. Kernels leave them zero, so a pair serves a stream; a captured graph has its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-    counters = _stream_counters.get(key)
-    if counters is None:
-        counters = _stream_counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counters
