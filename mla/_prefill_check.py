@@ -54,7 +54,8 @@ def describe(call: Call) -> Problem:
     _check_extras(call)
 
     cache = call.k_rope if isinstance(call.k_rope, PagedKVCache) else None
-    data = (call.output, call.q, call.q_rope, call.k, call.v, None if cache else call.k_rope)
+    v = call.v.permute(1, 2, 0) if _is_transposed(call.v) else call.v  # the contiguous dimension last
+    data = (call.output, call.q, call.q_rope, call.k, v, None if cache else call.k_rope)
     aligned = alignment(*(x if isinstance(x, torch.Tensor) else None for x in data))
     if cache is not None:
         aligned = min(aligned, alignment(cache.rope))

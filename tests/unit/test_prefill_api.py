@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import mla
 from mla import ArgumentError, DeviceError, DTypeError, MlaError, ShapeError, dispatch, masks
+from mla._prefill_call import Call
+from mla._prefill_check import describe
 from tests.support.problems import Case, PrefillProblem, build
 from tests.support.tolerance import assert_lse, assert_output, precision_of
 
@@ -159,6 +161,13 @@ def test_one_number_serves_as_every_scale() -> None:
     for value in (0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]])):
         problem.keywords.update(q_scale=value, k_scales=value, v_scale=value)
         assert torch.equal(problem.run("cpu")[0].nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_the_alignment_of_fp8_values_is_that_of_their_contiguous_runs(transposed: bool) -> None:
+    problem = build(Case(dtypes="fp8", v_transposed=transposed))
+    call = Call(**problem.outputs(), k_rope_scales=None, q_rope=None, **problem.operands, **problem.keywords)
+    assert ("v_transposed" in describe(call).features, describe(call).alignment) == (transposed, 16)
 
 
 def test_repeated_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
