@@ -1,6 +1,6 @@
-// The end of an item: sinks, normalisation, output and LSE.
+// The end of an item: sinks, normalisation, output and LSE. Included behind a layout that defines PrefillParams.
 #pragma once
-#include "prefill_softmax.cuh"
+#include "prefill_items.cuh"
 
 // The factor that normalises a row, its LSE stored on the way; l is the whole denominator.
 MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, bool stores_lse, float m, float l,

@@ -7,9 +7,6 @@
 // Decided for each row by itself, so that its bits do not depend on its neighbours.
 constexpr float kGrowth = 8.0f;
 
-// Sums of one thread's two rows; m is the reference of the exponent, l this thread's share of the denominator.
-struct RowSums { float m[2], l[2]; };
-
 // Scores become base-2 logits, softcapped and biased; hidden keys stay to be masked.
 template <int W>
 MLA_DEVICE void scale_scores(float (&s)[W / 2], const PrefillParams& p, const Item& item, int q_row, int key) {
