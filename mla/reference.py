@@ -88,11 +88,11 @@ def prefill(
     out = torch.full((total, heads, v.shape[-1]), math.nan, dtype=torch.float64, device=device)
     lse = torch.full((total, heads), math.nan, dtype=torch.float64, device=device)
     sink = torch.full((heads, 1), -math.inf, device=device) if sinks is None else sinks.view(heads, 1)
+    queries_of, keys_of = valid_length.tolist(), cache_row_offsets.tolist()
+    offsets = [0] * (len(queries_of) - 1) if cache_offsets is None else cache_offsets.tolist()
 
-    for b in range(valid_length.shape[0] - 1):
-        row, row_end = int(valid_length[b]), int(valid_length[b + 1])
-        key, key_end = int(cache_row_offsets[b]), int(cache_row_offsets[b + 1])
-        offset = 0 if cache_offsets is None else int(cache_offsets[b])
+    for b, offset in enumerate(offsets):
+        (row, row_end), (key, key_end) = queries_of[b : b + 2], keys_of[b : b + 2]
         start, kv_len = _positions(k_rope, b, row_end - row, key_end - key)
         if kv_lengths is not None:
             kv_len = int(kv_lengths[b])

@@ -16,6 +16,10 @@ import torch
 SEED_VARIABLE = "MLA_TEST_SEED"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--problems", type=int, default=200, help="random problems for each GPU target")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     # Tensors here are small: on two busy cores, tests of the prefill took 161 s with two threads and 20 s with one.

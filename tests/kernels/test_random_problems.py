@@ -1,0 +1,125 @@
+"""Random ragged paged problems against the oracle, and repetitions that must give the same bits.
+
+``--problems N`` sets how many each GPU target gets, 200 when it is not given, and the CPU a tenth of them; a failure
+names the problem and its seed. What is compiled in is varied by a list of kinds, so that few kernels are compiled; all
+else is drawn: sequences, heads, chunks, rows that belong to nobody, scale, poison.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.problems import Case, build
+from tests.support.tolerance import assert_lse, assert_output, precision_of
+
+GPU_TARGETS = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("cuda", "triton")]
+
+#: What is compiled in. A chunk stands for one that is drawn: it begins on a page, or anywhere where pages are short.
+KINDS = [
+    Case(),
+    Case(page_size=1),
+    Case(page_size=16, chunk=(0, 0)),
+    Case(page_size=32, mask="chunked_causal"),
+    Case(page_size=64, chunk=(0, 0)),
+    Case(page_size=128, dtypes="fp16"),
+    Case(page_size=256, mask="none", out_dtype="fp32"),
+    Case(dims=(256, 256)),
+    Case(csr=True, mask="sliding"),
+    Case(strided=False, mask="sliding_both"),
+    Case(mask="sink_window", sinks=True),
+    Case(mask="documents", chunk=(0, 0)),
+    Case(mask="padding", lse_layout="HT"),
+    Case(mask="windows_of_heads", page_size=16),
+    Case(mask="checkered", index_dtype=torch.int64),
+    Case(mask="either", layout="layers"),
+    Case(mask="causal_bias"),
+    Case(softcap=15.0, sinks=True, dtypes="fp16"),
+    Case(rope="ragged", chunk=(0, 0)),
+    Case(rope="batched", rope_width=576),
+]
+
+
+def draw(kind: Case, choose: random.Random) -> Case:
+    """Return a problem of a kind. Lengths lie on the borders of pages and tiles more often than by chance."""
+    longest = 250 if "bias" in kind.mask else 1500
+    heads = choose.choice((1, 1, 2, 3, 4, 5, 8, 16))
+    borders = (kind.page_size, 64, 128, 192)
+
+    def length() -> int:
+        how = choose.random()
+        if how < 0.1:
+            return choose.randrange(2)
+        if how < 0.4:
+            return min(longest, max(0, choose.choice(borders) * choose.randrange(1, 5) + choose.randrange(-1, 2)))
+        return int(math.exp(choose.uniform(0.0, math.log(longest))))
+
+    rows_left = 24_000 // heads  # of keys: what the host fills with random numbers
+    lengths = []
+    for _ in range(choose.choice((1, 1, 2, 3, 5, 8, 40))):
+        cached, new = choose.choice(((0, length()), (length(), length()), (length(), length() // 8)))
+        if cached + new <= rows_left:
+            lengths.append((cached, new))
+            rows_left -= cached + new
+    chunk = kind.chunk
+    if chunk is not None:
+        step = kind.page_size if kind.page_size > 16 else 1
+        chunk = choose.randrange(8) * choose.choice((step, 128)), choose.choice((1, 60, 128, 300, 1000))
+    return replace(
+        kind, lengths=tuple(lengths or [(0, 1)]), heads=heads, chunk=chunk, poison=choose.choice((math.nan, math.inf)),
+        spare_rows=(choose.randrange(3), choose.randrange(70)), scale=192**-0.5 * choose.uniform(0.2, 2.0),
+        order=choose.choice(("scattered", "scattered", "identity", "reversed")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("target", ["cpu", *GPU_TARGETS])
+def test_problems(target: str, kind: Case, seed: int, request: pytest.FixtureRequest) -> None:
+    choose = random.Random(seed)
+    wanted = request.config.getoption("problems") // (10 if target == "cpu" else 1)
+    for _ in range(-(-wanted // len(KINDS))):
+        case, own_seed = draw(kind, choose), choose.randrange(2**31)
+        problem = build(case, "cpu" if target == "cpu" else "cuda", own_seed)
+        try:
+            output, lse = problem.run(target)
+            again, again_lse = problem.run(target)
+            expected, expected_lse = problem.expect()
+            assert_output(output, expected, precision_of(case.dtypes))
+            assert_lse(lse, expected_lse, precision_of(case.dtypes))
+            assert same_bits(output, again) and same_bits(lse, again_lse), "a repetition gave other bits"
+        except AssertionError as error:
+            raise AssertionError(f"build(Case({case}), seed={own_seed}): {error}") from error
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=((0, 4096), (700, 129), (0, 2048), (3000, 1), (0, 64), (0, 0), (63, 777), (0, 1)), heads=16),
+        Case(lengths=((6000, 40),), heads=2, mask="none"),
+        Case(lengths=((100, 700), (0, 1500)), heads=4, page_size=1, mask="sink_window", sinks=True),
+        Case(lengths=((500, 300),) * 40, heads=1, page_size=16, chunk=(77, 600)),
+        Case(lengths=((100, 300), (0, 90)), heads=3, mask="causal_bias"),
+    ],
+    ids=["ragged", "few rows over many keys", "pages of a token", "chunks inside pages", "bias"],
+)
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_a_hundred_runs_give_the_same_bits(target: str, case: Case, seed: int) -> None:
+    problem = build(case, "cuda", seed)
+    output, lse = problem.run(target)
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(100):
+        again, again_lse = problem.run(target)
+        differ += (bits(again) != bits(output)).sum() + (bits(again_lse) != bits(lse)).sum()
+    assert int(differ) == 0
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(bits(first), bits(second))
