@@ -1,12 +1,12 @@
-"""Prefill attention on the six shapes of mla/data/shapes.yaml, beside FlashAttention-4's own kernel in the same run.
+"""Prefill attention on the six shapes of mla/data/shapes.yaml, beside FlashAttention-4 and cuDNN in the same run.
 
-    python benchmarks/prefill_h200.py --json result.json [--shapes 8k,ragged] [--peers fa4]
+    python benchmarks/prefill_h200.py --json result.json [--shapes 8k,ragged] [--peers fa4,cudnn]
 
 Ours reads what the specification gives it: k and v as strided views of one up-projection, roped keys from pages in
-random order, nothing concatenated. The peer gets its 192-wide K ready-made (``fa4``) and, in a second row, has to make
-it (``fa4+concat``). Medians of events with the L2 cache flushed between calls; FLOPs = 2 * (192 + 128) * H * visible
-pairs. All are checked first and then timed in turn, several rounds: at the power limit an implementation that comes
-after heavy work reads 2 to 4 % low.
+random order, nothing concatenated. The peers get their 192-wide K ready-made (``fa4``; ``cudnn``, its ragged attention)
+and, in a row more, FlashAttention-4 has to make it (``fa4+concat``). Medians of events with the L2 cache flushed
+between calls; FLOPs = 2 * (192 + 128) * H * visible pairs. All are checked first and then timed in turn, several
+rounds: at the power limit an implementation that comes after heavy work reads 2 to 4 % low.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,6 +123,60 @@ def fa4(inputs: Inputs, *, concat: bool) -> Callable[[], torch.Tensor]:
     return call
 
 
+def cudnn(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Return a call of cuDNN's ragged attention, with its wide K and its plan made before."""
+    import cudnn as library
+
+    bf16, heads, batch = library.data_type.BFLOAT16, inputs.shape.heads, len(inputs.shape.new)
+    handle = library.create_handle()
+    library.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+    graph = library.pygraph(
+        io_data_type=bf16, intermediate_data_type=library.data_type.FLOAT, compute_data_type=library.data_type.FLOAT,
+        handle=handle,
+    )  # fmt: skip
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def operand(tensor: torch.Tensor) -> Any:
+        name = graph.tensor_like(tensor)
+        buffers[name] = tensor
+        return name
+
+    def layout(rows: torch.Tensor, longest: int, width: int) -> tuple[list[int], list[int], Any]:
+        """Return dim, stride and the first element of each sequence, which replaces the batch's stride."""
+        stride = [longest * heads * width, width, heads * width, 1]
+        return [batch, heads, longest, width], stride, operand((rows * (heads * width)).view(-1, 1, 1, 1))
+
+    def ragged(tensor: torch.Tensor, rows: torch.Tensor, longest: int) -> Any:
+        dim, stride, first = layout(rows, longest, tensor.shape[-1])
+        name = graph.tensor(dim=dim, stride=stride, data_type=bf16)
+        name.set_ragged_offset(first)
+        buffers[name] = tensor
+        return name
+
+    cached = any(inputs.shape.cached)
+    corner = library.diagonal_alignment.BOTTOM_RIGHT if cached else library.diagonal_alignment.TOP_LEFT
+    out, _ = graph.sdpa(
+        q=ragged(inputs.q, inputs.offsets_q, inputs.longest[0]),
+        k=ragged(inputs.wide_keys(), inputs.offsets_k, inputs.longest[1]),
+        v=ragged(inputs.v.contiguous(), inputs.offsets_k, inputs.longest[1]),
+        generate_stats=False, attn_scale=inputs.scale, use_padding_mask=True,
+        seq_len_q=operand(inputs.offsets_q.diff().view(-1, 1, 1, 1)),
+        seq_len_kv=operand(inputs.offsets_k.diff().view(-1, 1, 1, 1)),
+        diagonal_alignment=corner, diagonal_band_right_bound=0 if inputs.shape.causal else None,
+    )  # fmt: skip
+    dim, stride, first = layout(inputs.offsets_q, inputs.longest[0], V_DIM)
+    out.set_output(True).set_dim(dim).set_stride(stride).set_data_type(bf16).set_ragged_offset(first)
+    buffers[out] = torch.empty_like(inputs.output)
+    graph.build([library.heur_mode.A, library.heur_mode.FALLBACK])
+    workspace = torch.empty(graph.get_workspace_size(), device="cuda", dtype=torch.uint8)
+
+    def call() -> torch.Tensor:
+        graph.execute(buffers, workspace, handle=handle)
+        return buffers[out]
+
+    return call
+
+
 def check(inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
     """Return the relative error of an implementation; NaN or one beyond the specification's bound raises."""
     inputs.output.fill_(math.nan)
@@ -155,6 +210,7 @@ def environment() -> dict[str, str]:
     return {
         "gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
         "torch": torch.__version__,
+        "cudnn": str(torch.backends.cudnn.version()),
         "python": platform.python_version(),
         "commit": commit.stdout.strip() if commit.returncode == 0 else "",
     }
@@ -164,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the numbers go")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
-    parser.add_argument("--peers", default="", help="fa4, or nothing")
+    parser.add_argument("--peers", default="", help="of fa4 and cudnn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -173,8 +229,10 @@ def main() -> None:
     for shape in (shape for shape in SHAPES if shape.name in wanted):
         inputs = Inputs(shape, args.seed)
         calls: dict[str, Callable[[], torch.Tensor]] = {"mla": ours(inputs)}
-        if args.peers == "fa4":
+        if "fa4" in args.peers.split(","):
             calls |= {"fa4": fa4(inputs, concat=False), "fa4+concat": fa4(inputs, concat=True)}
+        if "cudnn" in args.peers.split(","):
+            calls["cudnn"] = cudnn(inputs)
         errors = {name: check(inputs, call) for name, call in calls.items()}
         rounds: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(args.rounds):
