@@ -56,7 +56,7 @@ def main() -> None:
         *(mock.patch(f"mla.{name}.readable", lambda tensor: False) for name in ("_check", "gather")),
         mock.patch.object(PagedKVCache, "check_indices", lambda self, offsets: None),
         mock.patch("mla._prefill_call._check_values", lambda call, device: None),
-        mock.patch("mla.chunked.up_project", lambda latent, weight, output: None),
+        mock.patch("mla._chunk_buffer.up_project", lambda latent, weight, output: None),
     ]
     for patch in patches:
         patch.start()

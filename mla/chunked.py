@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from mla._check import (
+    FP8_DTYPES,
     as_index,
     check_offsets,
     is_capturing,
@@ -21,62 +22,23 @@ from mla._check import (
     require_shape,
     require_tensor,
 )
+from mla._chunk_buffer import Extents, make_buffer
 from mla._chunk_groups import Groups
 from mla._launch import Stream, stream_scope, traced_target
 from mla._prefill_call import Call, find_form, launch
+from mla._prefill_check import require_fp8_format
 from mla.errors import ArgumentError, DTypeError, ShapeError
-from mla.gather import Weight, gather_layer, up_project
+from mla.gather import Weight
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask, as_mask
 from mla.merge import merge_attn_states
-from mla.plan import PlanChunk, PrefillPlan, check_buffer_token_size, make_plan
+from mla.plan import PrefillPlan, check_buffer_token_size, make_plan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
 
 if TYPE_CHECKING:
     from mla.target import Target
 
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Every part of the workspace begins on such a border, in bytes.
-_PART_ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Extents:
-    """Sizes of one job: rows of q, of the buffer, and the widths of a head."""
-
-    total: int  # T
-    rows: int  # N, or fewer where the batch cannot fill it
-    heads: int
-    nope: int
-    v_dim: int
-    dtype: torch.dtype
-    partial: int  # rows of a partial result: T, or fewer
-
-    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each part of the workspace: latent, kv, and two partial results with their LSE."""
-        return [
-            (self.dtype, (self.rows, KV_LORA_RANK)),
-            (self.dtype, (self.rows, self.heads * (self.nope + self.v_dim))),
-            (torch.float32, (self.partial, self.heads, self.v_dim)),
-            (torch.float32, (self.partial, self.heads, self.v_dim)),
-            (torch.float32, (self.partial, self.heads)),
-            (torch.float32, (self.partial, self.heads)),
-        ]
-
-    def workspace_bytes(self) -> int:
-        """Return the bytes of all parts, each rounded up to `_PART_ALIGNMENT`."""
-        return sum(_round_up(dtype.itemsize * math.prod(shape)) for dtype, shape in self.parts())
-
-    def carve(self, workspace: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
-        """Return the parts as views of a uint8 workspace, or of a new one."""
-        if workspace is None:
-            workspace = torch.empty(self.workspace_bytes(), dtype=torch.uint8, device=device)
-        views, offset = [], 0
-        for dtype, shape in self.parts():
-            size = dtype.itemsize * math.prod(shape)
-            views.append(workspace[offset : offset + size].view(dtype).view(shape))
-            offset += _round_up(size)
-        return views
 
 
 def chunked_prefill(
@@ -97,6 +59,7 @@ def chunked_prefill(
     lse_layout: str = "TH",
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    attention_dtype: torch.dtype | None = None,
     workspace: torch.Tensor | None = None,
     target: str | Target = "gpu",
     stream: Stream | None = None,
@@ -140,6 +103,11 @@ def chunked_prefill(
     sinks : torch.Tensor, optional
         float32 [H]; counted once.
     softcap : float
+    attention_dtype : torch.dtype, optional
+        What q, k and v are attended to in: the dtype of q when missing, or float8_e4m3fn (float8_e4m3fnuz on gfx942).
+        In fp8 each row of q and k has a scale, and the values of a head one for each chunk; q has to be bfloat16, the
+        cache fp8 of that format, or its rope bfloat16, which then stays so. What that costs in accuracy:
+        ``docs/numerics.md``.
     workspace : torch.Tensor, optional
         uint8, at least ``workspace_size("chunked_prefill", ...)`` bytes; allocated when missing.
     target : str or Target
@@ -168,7 +136,7 @@ def chunked_prefill(
     as_mask(mask, "mask")
     require_tensor(input_row_offsets, "input_row_offsets", 1)
     cache = kv_collection.layer(layer_idx)
-    extents = find_extents(q, cache, weight, buffer_token_size, plan)
+    extents = find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype)
     require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
     if lse_layout not in ("TH", "HT"):
         raise ArgumentError(f"lse_layout must be 'TH' or 'HT', got {lse_layout!r}")
@@ -183,7 +151,7 @@ def chunked_prefill(
     if torch.compiler.is_compiling():
         _trace(
             output, rows, q, cache, weight, input_row_offsets, mask, scale, plan, buffer_token_size, max_chunks,
-            seq_lens_cpu, sinks, softcap, workspace, keep_rows, traced_target(target, stream),
+            seq_lens_cpu, sinks, softcap, extents.fp8, workspace, keep_rows, traced_target(target, stream),
         )  # fmt: skip
     else:
         call = Call(
@@ -280,6 +248,7 @@ def find_extents(
     weight: Weight,
     buffer_token_size: int,
     plan: PrefillPlan | None,
+    attention_dtype: torch.dtype | None = None,
 ) -> Extents:
     """Check the operands against each other and return their sizes, with a full buffer and several chunks."""
     require_tensor(q, "q", 3)
@@ -309,7 +278,32 @@ def find_extents(
             if have != want:
                 raise ShapeError(f"plan was made for {have} {name}, kv_collection has {want}")
         buffer_token_size = plan.buffer_token_size
-    return Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, partial=total)
+    extents = Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, partial=total)
+    if attention_dtype is None or attention_dtype == q.dtype:
+        return extents
+    return replace(
+        extents,
+        fp8=_fp8_dtype(q, cache, attention_dtype),
+        rope_in_fp8=cache.rope.dtype == attention_dtype,
+        v_transposed=isinstance(weight, torch.Tensor),
+    )
+
+
+def _fp8_dtype(q: torch.Tensor, cache: PagedKVCache, attention_dtype: torch.dtype) -> torch.dtype:
+    """Return the fp8 dtype that a bf16 q and a cache can be attended to in; raise where they cannot."""
+    if attention_dtype not in FP8_DTYPES:
+        raise DTypeError(
+            f"attention_dtype must be {q.dtype}, as q, or float8_e4m3fn or float8_e4m3fnuz, got {attention_dtype}"
+        )
+    if q.dtype != torch.bfloat16:
+        raise DTypeError(f"q must be torch.bfloat16 where attention_dtype is {attention_dtype}, got {q.dtype}")
+    require_fp8_format(torch.empty(0, dtype=attention_dtype, device=q.device), "attention_dtype")
+    if cache.rope.dtype not in (torch.bfloat16, attention_dtype):
+        raise DTypeError(
+            f"the rope of kv_collection must be torch.bfloat16 or {attention_dtype} where that is the attention_dtype, "
+            f"got {cache.rope.dtype}"
+        )
+    return attention_dtype
 
 
 def _fetch_lengths(cache: PagedKVCache, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,64 +317,44 @@ def _fetch_lengths(cache: PagedKVCache, offsets: torch.Tensor) -> tuple[torch.Te
     return both[: cache.batch_size], both[cache.batch_size :]
 
 
-def _project(
-    chunk: PlanChunk,
-    call: Call,
-    weight: Weight,
-    extents: Extents,
-    latent: torch.Tensor,
-    projected: torch.Tensor,
-) -> None:
-    """Fill the buffer with one chunk; k and v of the call are views of it already."""
-    assert isinstance(call.k_rope, PagedKVCache)
-    n = chunk.max_length
-    gather_layer(
-        chunk.buffer_row_offsets, chunk.cache_offsets, chunk.buffer_length, call.k_rope, latent[:n], call.target
-    )
-    up_project(latent[:n], weight, projected[:n])
-
-
-def _point_at(call: Call, chunk: PlanChunk, extents: Extents, projected: torch.Tensor) -> None:
-    """Make k and v of a call the views of one chunk in the buffer, and its tables those of the chunk."""
-    n = chunk.max_length
-    heads = projected[:n].view(n, extents.heads, extents.nope + extents.v_dim)
-    call.k, call.v = heads[..., : extents.nope], heads[..., extents.nope :]
-    call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
-
-
 def _attend_groups(
     call: Call, plan: PrefillPlan, groups: Groups, weight: Weight, extents: Extents, workspace: torch.Tensor | None
 ) -> None:
     """Work through the groups of rows: whole sequences into the output, parts of others merged on the way."""
-    q, output, lse, sinks = call.q, call.output, call.lse, call.sinks
+    output, lse, sinks = call.output, call.lse, call.sinks
     chunks = list(plan.chunks())
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = replace(extents, rows=rows, partial=groups.most_parted_rows)
-    latent, projected, so_far, part, so_far_lse, part_lse = extents.carve(workspace, q.device)
+    parts = extents.allocate(workspace, call.q.device)
+    buffer = make_buffer(call, weight, extents, parts)
     in_buffer = -1
     for group, row_offsets in zip(groups.groups, groups.row_offsets.unbind(), strict=True):
         chunk = chunks[group.chunk]
-        _point_at(call, chunk, extents, projected)
+        buffer.point(call, chunk)
         call.valid_length = row_offsets
         call.sinks = sinks if group.starts else None
         rows_of_q, n = slice(group.first, group.last), group.last - group.first
+        so_far, so_far_lse = parts["so_far"][:n], parts["so_far_lse"][:n]
+        part, part_lse = parts["part"][:n], parts["part_lse"][:n]
         if group.starts and group.ends:
-            call.q, call.output, call.lse = q, output, lse
+            buffer.queries.enter(call)
+            call.output, call.lse = output, lse
         else:
-            call.q = q[rows_of_q]
-            call.output, call.lse = (so_far[:n], so_far_lse[:n]) if group.starts else (part[:n], part_lse[:n])
+            buffer.queries.rows(rows_of_q).enter(call)
+            call.output, call.lse = (so_far, so_far_lse) if group.starts else (part, part_lse)
         if in_buffer < 0:
             find_form(call)  # whatever is wrong is said before the first launch
+            buffer.begin()
         if in_buffer != group.chunk:
-            _project(chunk, call, weight, extents, latent, projected)
+            buffer.fill(chunk)
             in_buffer = group.chunk
         launch(call, None)
         if group.starts:
             continue
-        merged, merged_lse = (output[rows_of_q], lse) if group.ends else (so_far[:n], so_far_lse[:n])
+        merged, merged_lse = (output[rows_of_q], lse) if group.ends else (so_far, so_far_lse)
         if group.ends and lse is not None:
             merged_lse = lse[rows_of_q]
-        merge_attn_states(merged, so_far[:n], so_far_lse[:n], part[:n], part_lse[:n], merged_lse, target=call.target)
+        merge_attn_states(merged, so_far, so_far_lse, part, part_lse, merged_lse, target=call.target)
 
 
 def _attend_all(
@@ -397,19 +371,23 @@ def _attend_all(
     several = len(chunks) > 1
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = replace(extents, rows=rows, partial=extents.total if several else 0)
-    latent, projected, so_far, part, so_far_lse, part_lse = extents.carve(workspace, call.q.device)
+    parts = extents.allocate(workspace, call.q.device)
+    so_far, part, so_far_lse, part_lse = (parts[name] for name in ("so_far", "part", "so_far_lse", "part_lse"))
+    buffer = make_buffer(call, weight, extents, parts)
+    buffer.queries.enter(call)
     for i, chunk in enumerate(chunks):
-        _point_at(call, chunk, extents, projected)
+        buffer.point(call, chunk)
         call.sinks = sinks if i == 0 else None
         if several:
             call.output, call.lse = (so_far, so_far_lse) if i == 0 else (part, part_lse)
         if i == 0:
             find_form(call)  # whatever is wrong is said before the first launch
+            buffer.begin()
             if several and keep_rows:  # rows of no sequence: what is there, merged with nothing
                 so_far.copy_(output)
                 so_far_lse.zero_()
                 part_lse.fill_(-math.inf)
-        _project(chunk, call, weight, extents, latent, projected)
+        buffer.fill(chunk)
         launch(call, None)
         if i:
             last = i == len(chunks) - 1
@@ -453,6 +431,7 @@ def _trace(
     seq_lens_cpu: torch.Tensor | Sequence[int] | None,
     sinks: torch.Tensor | None,
     softcap: float,
+    attention_dtype: torch.dtype | None,
     workspace: torch.Tensor | None,
     keep_rows: bool,
     target: str,
@@ -474,7 +453,7 @@ def _trace(
     torch.ops.mla.chunked_prefill(
         output, lse, workspace, q, *cache.operands, weight, input_row_offsets, *mask.operands, scale,
         *tables, buffer_token_size, total_rows, max_chunks, seq_lens_cpu, row_offsets_cpu, sinks, softcap, keep_rows,
-        target,
+        target, attention_dtype,
     )  # fmt: skip
 
 
@@ -488,7 +467,3 @@ def require_workspace(workspace: torch.Tensor, need: int, device: torch.device) 
         raise ArgumentError(f"workspace: this call needs {need} bytes, got {workspace.numel()}")
     if workspace.data_ptr() % 16:
         raise ArgumentError(f"workspace must begin on a multiple of 16 bytes, got {workspace.data_ptr():#x}")
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT

@@ -67,7 +67,7 @@ _SCHEMAS = {
     f"{_layer()}, Tensor weight, Tensor input_row_offsets, {_MASK}, float scale, "
     "Tensor? buffer_row_offsets, Tensor? cache_offsets, Tensor? buffer_lengths, Tensor? required_chunks, "
     "SymInt buffer_token_size, SymInt? total_rows, SymInt? max_chunks, Tensor? seq_lens_cpu, Tensor? row_offsets_cpu, "
-    "Tensor? sinks, float softcap, bool keep_rows, str target='gpu'",
+    "Tensor? sinks, float softcap, bool keep_rows, str target='gpu', ScalarType? attention_dtype=None",
 }
 #: Operands of a `PagedKVCache` and of a `Mask`.
 _CACHE_WIDTH, _MASK_WIDTH = 10, 3
@@ -123,16 +123,18 @@ def _chunked_prefill(
 ) -> None:
     cache, (weight, input_row_offsets, *more) = _cache(args[:_CACHE_WIDTH]), args[_CACHE_WIDTH:]
     mask, (scale, rows, offsets, lengths, required, *rest) = Mask.from_text(*more[:_MASK_WIDTH]), more[_MASK_WIDTH:]
-    size, total_rows, max_chunks, seq_lens_cpu, row_offsets_cpu, sinks, softcap, keep_rows, *target = rest
+    size, total_rows, max_chunks, seq_lens_cpu, row_offsets_cpu, sinks, softcap, keep_rows, *options = rest
     plan = None
     if rows is not None:
         host = total_rows, seq_lens_cpu, row_offsets_cpu
         plan = PrefillPlan(rows, offsets, lengths, required, size, cache.page_size, *host)
-    extents = find_extents(q, cache, weight, size, plan)
+    target = options[0] if options else "gpu"
+    attention_dtype = options[1] if len(options) > 1 else None
+    extents = find_extents(q, cache, weight, size, plan, attention_dtype)
     require_no_grad(q=q, weight=weight)
     call = Call(
         output, q, None, q, q, cache, None, mask, input_row_offsets, input_row_offsets, scale,
-        lse=lse, softcap=softcap, sinks=sinks, target=target[0] if target else "gpu",
+        lse=lse, softcap=softcap, sinks=sinks, target=target,
     )  # fmt: skip
     run_job(call, weight, extents, plan, max_chunks, seq_lens_cpu, workspace, keep_rows)
 

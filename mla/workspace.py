@@ -26,8 +26,8 @@ def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
         ``flare_mla_prefill`` or ``chunked_prefill``.
     *operands, **keywords
         The arguments that the function of that name would get. Their shapes, dtypes, strides and device count, their
-        data is not read. For ``chunked_prefill``: ``q, kv_collection, layer_idx, weight`` and `buffer_token_size` or
-        `plan`; others are ignored.
+        data is not read. For ``chunked_prefill``: ``q, kv_collection, layer_idx, weight``, `buffer_token_size` or
+        `plan`, `attention_dtype`; others are ignored.
 
     Returns
     -------
@@ -59,6 +59,8 @@ def _of_chunked(
     *others: Any,
     buffer_token_size: int = 16384,
     plan: PrefillPlan | None = None,
+    attention_dtype: torch.dtype | None = None,
     **other_keywords: Any,
 ) -> int:
-    return find_extents(q, kv_collection.layer(layer_idx), weight, buffer_token_size, plan).workspace_bytes()
+    cache = kv_collection.layer(layer_idx)
+    return find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype).workspace_bytes()

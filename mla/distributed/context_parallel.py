@@ -28,9 +28,10 @@ from mla._check import (
     require_shape,
     require_tensor,
 )
+from mla._chunk_buffer import Extents
 from mla._launch import Stream, stream_scope
 from mla._prefill_call import Call
-from mla.chunked import Extents, find_extents, plan_job, run_job
+from mla.chunked import find_extents, plan_job, run_job
 from mla.distributed.exchange import Group, as_process_group, exchange
 from mla.distributed.key_shards import InterleavedKeys, KeyShard
 from mla.distributed.local_mask import local_mask

@@ -76,12 +76,14 @@ class Step:
         )  # fmt: skip
         return lse
 
-    def expect(self, mask: Mask, target: str, buffer_token_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def expect(
+        self, mask: Mask, target: str, buffer_token_size: int, **keywords: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and LSE of an eager call that knows the lengths, the rows of the sequences alone."""
         rows = sum(self.new)
         output, lse = mla.chunked_prefill(
             self.q[:rows], self.cache, 0, self.weight, self.offsets, mask, 192**-0.5, return_lse=True,
-            buffer_token_size=buffer_token_size, seq_lens_cpu=self.totals, target=target,
+            buffer_token_size=buffer_token_size, seq_lens_cpu=self.totals, target=target, **keywords,
         )  # fmt: skip
         return output, lse
 
@@ -130,7 +132,7 @@ class Tape(TorchDispatchMode):
             return run
 
         real = dispatch.resolve
-        places = ("dispatch", "plan", "gather", "store", "merge")
+        places = ("dispatch", "plan", "gather", "store", "merge", "quantize")
         patches = [mock.patch(f"mla.{place}.resolve", resolve) for place in places]
         # Of tensors on a device no value is looked at.
         patches += [mock.patch(f"mla.{place}.readable", lambda tensor: False) for place in ("_check", "gather")]

@@ -67,7 +67,10 @@ def kernels_that_do_nothing() -> Iterator[None]:
     def nothing(problem: object, target: object, device: object) -> Callable[[object], None]:
         return lambda args: None
 
-    patches = [mock.patch(f"mla.{name}.resolve", nothing) for name in ("dispatch", "plan", "gather", "store", "merge")]
+    patches = [
+        mock.patch(f"mla.{name}.resolve", nothing)
+        for name in ("dispatch", "plan", "gather", "store", "merge", "quantize")
+    ]
     dispatch.forget()
     for patch in patches:
         patch.start()
@@ -91,6 +94,7 @@ class TestNothingIsRead:
         plan = prefill_plan(step.offsets, step.cache, 0, 32, max_chunks=5, target="cpu")
         step.run(mask, "cpu", 32, plan=plan, sinks=torch.zeros(2, device=META))
         step.run(mask, "cpu", 32, seq_lens_cpu=[16, 20, 0, 1])
+        Step(META, torch.bfloat16).run(mask, "cpu", 32, max_chunks=5, attention_dtype=torch.float8_e4m3fn)
 
     def test_its_parts(self) -> None:
         step = self.step()

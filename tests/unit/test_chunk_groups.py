@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import mla
 from mla import masks
+from mla._chunk_buffer import Extents
 from mla._chunk_groups import Group, split
 from mla.plan import prefill_plan
 from tests.support.paged import offsets_of
@@ -119,7 +120,7 @@ def test_what_is_no_mask_is_refused_even_where_nothing_is_asked() -> None:
 
 def test_chunks_without_queries_cost_nothing() -> None:
     data, q, weight = job([(200, 0), (10, 3)])
-    with mock.patch("mla.chunked.up_project", wraps=mla.gather.up_project) as projections:
+    with mock.patch("mla._chunk_buffer.up_project", wraps=mla.gather.up_project) as projections:
         mla.chunked_prefill(
             q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, buffer_token_size=64,
             seq_lens_cpu=[200, 13], target="cpu",
@@ -132,15 +133,14 @@ def test_the_workspace_holds_the_parted_rows_alone() -> None:
     plan = prefill_plan(
         data.input_row_offsets, data.cache, 0, 96, seq_lens_cpu=[c + n for c, n in LENGTHS], target="cpu"
     )
-    seen = []
-    original = torch.empty
+    seen: list[int] = []
+    allocate = Extents.allocate
 
-    def empty(*size: Any, **keywords: Any) -> torch.Tensor:
-        if keywords.get("dtype") == torch.uint8:
-            seen.append(size[0])
-        return original(*size, **keywords)
+    def watch(extents: Extents, workspace: torch.Tensor | None, device: torch.device) -> Any:
+        seen.append(extents.workspace_bytes())
+        return allocate(extents, workspace, device)
 
-    with mock.patch("torch.empty", empty):
+    with mock.patch.object(Extents, "allocate", watch):
         mla.chunked_prefill(
             q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, plan=plan, target="cpu"
         )

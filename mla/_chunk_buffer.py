@@ -1,0 +1,234 @@
+"""The memory of one job, and the buffer in which the keys and values of a chunk are made.
+
+In the dtype of q, keys and values are views of one up-projection. In fp8 they are made by two: keys row by row, values
+transposed, V^T = W_v @ latent^T, which is how fp8 tensor cores read them. No separate pass ever transposes anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mla import quantize
+from mla._prefill_call import Call
+from mla.gather import Weight, gather_layer, up_project
+from mla.kv_cache import PagedKVCache
+from mla.plan import PlanChunk
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+
+#: Every part of a workspace begins on such a border, in bytes.
+_PART_ALIGNMENT = 256
+#: Rows of V^T are whole multiples of as many elements, so that they begin where kernels can copy them at once.
+_V_ROW_MULTIPLE = 16
+
+Parts = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Sizes of one job: rows of q, of the buffer, and the widths of a head."""
+
+    total: int  # T
+    rows: int  # N, or fewer where the batch cannot fill it
+    heads: int
+    nope: int
+    v_dim: int
+    dtype: torch.dtype
+    partial: int  # rows of a partial result: T, or fewer
+    fp8: torch.dtype | None = None  # of q, k and v while they are attended to
+    rope_in_fp8: bool = False  # the cache's, hence that of q too
+    v_transposed: bool = False
+
+    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each part of the workspace: the buffer, and two partial results with their LSE."""
+        heads, rows, width = self.heads, self.rows, self.nope + self.v_dim
+        result: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name in ("so_far", "part"):
+            result[name] = torch.float32, (self.partial, heads, self.v_dim)
+            result[f"{name}_lse"] = torch.float32, (self.partial, heads)
+        if self.fp8 is None:
+            result["latent"] = self.dtype, (rows, KV_LORA_RANK)
+            result["projected"] = self.dtype, (rows * heads * width,)
+            return result
+        padded = round_up(rows, _V_ROW_MULTIPLE)
+        result["latent"] = self.dtype, (padded + 1, KV_LORA_RANK)
+        if self.v_transposed:  # keys and values one after the other, each by its own part of the weight
+            result["projected"] = self.dtype, (padded * heads * max(self.nope, self.v_dim),)
+            result["weight"] = self.dtype, (heads * width, KV_LORA_RANK)
+        else:
+            result["projected"] = self.dtype, (padded * heads * width,)
+        result["k"] = self.fp8, (rows, heads, self.nope)
+        result["k_scales"] = torch.float32, (rows, 1)
+        result["v"] = self.fp8, (padded * heads * self.v_dim,)
+        result["v_scale"] = torch.float32, (heads,)
+        result["q"] = self.fp8, (self.total, heads, self.nope + QK_ROPE_HEAD_DIM * self.rope_in_fp8)
+        result["q_scale"] = torch.float32, (self.total, 1)
+        return result
+
+    def workspace_bytes(self) -> int:
+        """Return the bytes of all parts, each rounded up to `_PART_ALIGNMENT`."""
+        sizes = (dtype.itemsize * math.prod(shape) for dtype, shape in self.parts().values())
+        return sum(round_up(size, _PART_ALIGNMENT) for size in sizes)
+
+    def allocate(self, workspace: torch.Tensor | None, device: torch.device) -> Parts:
+        """Return the parts, as views of a uint8 workspace where there is one."""
+        parts = self.parts()
+        if workspace is None:
+            return {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in parts.items()}
+        views, offset = {}, 0
+        for name, (dtype, shape) in parts.items():
+            size = dtype.itemsize * math.prod(shape)
+            views[name] = workspace[offset : offset + size].view(dtype).view(shape)
+            offset += round_up(size, _PART_ALIGNMENT)
+        return views
+
+
+class Queries(NamedTuple):
+    """What stands for q in a call."""
+
+    q: torch.Tensor
+    q_rope: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+
+    def rows(self, rows: slice) -> Queries:
+        """Return those of some rows."""
+        return Queries(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+    def enter(self, call: Call) -> None:
+        """Let a call attend from them."""
+        call.q, call.q_rope, call.q_scale = self
+
+
+class Buffer:
+    """Keys and values of one chunk at a time, in the dtype of q.
+
+    `point` and `fill` may come in this order, so that a call can be judged before anything is launched.
+    """
+
+    def __init__(self, call: Call, weight: Weight, extents: Extents, parts: Parts) -> None:
+        assert isinstance(call.k_rope, PagedKVCache)
+        self.cache, self.target, self.weight, self.extents, self.parts = (
+            call.k_rope, call.target, weight, extents, parts,
+        )  # fmt: skip
+        self.queries = Queries(call.q)
+
+    def begin(self) -> None:
+        """Launch what is done once, before the first chunk."""
+
+    def point(self, call: Call, chunk: PlanChunk) -> None:
+        """Make k and v of a call the views of one chunk, and its tables those of the chunk."""
+        heads = self._heads(chunk.max_length)
+        call.k, call.v = heads[..., : self.extents.nope], heads[..., self.extents.nope :]
+        call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
+
+    def fill(self, chunk: PlanChunk) -> None:
+        """Gather a chunk and project it up."""
+        latent = self.parts["latent"][: chunk.max_length]
+        gather_layer(
+            chunk.buffer_row_offsets, chunk.cache_offsets, chunk.buffer_length, self.cache, latent, self.target
+        )
+        up_project(latent, self.weight, self._heads(chunk.max_length).view(chunk.max_length, -1))
+
+    def _heads(self, rows: int) -> torch.Tensor:
+        """Return the up-projection as [rows, H, dn + dv]."""
+        heads, width = self.extents.heads, self.extents.nope + self.extents.v_dim
+        return self.parts["projected"][: rows * heads * width].view(rows, heads, width)
+
+
+class Fp8Buffer(Buffer):
+    """Keys and values of one chunk at a time in fp8: a scale for each key row, one for the values of each head.
+
+    A head's scale is a maximum over rows, so that none may be anybody's leftovers: what a page holds behind its
+    sequence becomes zero before it is projected, and so do rows that only fill V^T up.
+    """
+
+    def __init__(self, call: Call, weight: Weight, extents: Extents, parts: Parts) -> None:
+        super().__init__(call, weight, extents, parts)
+        self._q = call.q
+        split = None if extents.rope_in_fp8 else call.q[..., extents.nope :]
+        self.queries = Queries(parts["q"], split, parts["q_scale"])
+        call.rope_prescaled, call.v_scale = False, parts["v_scale"]
+        self._lengths = self.cache.total_lengths(call.valid_length)
+        if extents.v_transposed:
+            count = extents.heads * extents.nope
+            self._key_weight, self._value_weight = parts["weight"][:count], parts["weight"][count:]
+
+    def begin(self) -> None:
+        """Quantise q, and put the weight's key rows and value rows together."""
+        q = self.parts["q"]
+        quantize.launch(q, self.parts["q_scale"].unsqueeze(2), self._q[..., : q.shape[2]], 0, False, self.target)
+        if self.extents.v_transposed:
+            assert isinstance(self.weight, torch.Tensor)
+            of_heads = self.weight.unflatten(0, (self.extents.heads, -1))
+            of_keys, of_values = of_heads.split((self.extents.nope, self.extents.v_dim), 1)
+            self._key_weight.view(of_keys.shape).copy_(of_keys)
+            self._value_weight.view(of_values.shape).copy_(of_values)
+
+    def point(self, call: Call, chunk: PlanChunk) -> None:
+        """Make k and v of a call the fp8 of one chunk, with their scales, and its tables those of the chunk."""
+        n = chunk.max_length
+        call.k, call.k_scales = self.parts["k"][:n], self.parts["k_scales"][:n]
+        values = self._values(self.parts["v"], n)
+        call.v = values[..., :n].permute(2, 0, 1) if self.extents.v_transposed else values
+        call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
+
+    def fill(self, chunk: PlanChunk) -> None:
+        """Gather a chunk, project it up and quantise it."""
+        n = chunk.max_length
+        padded = round_up(n, _V_ROW_MULTIPLE)
+        latent = self.parts["latent"][:padded]
+        gather_layer(chunk.buffer_row_offsets, chunk.cache_offsets, padded, self.cache, latent, self.target)
+        self._clear_leftovers(chunk, padded)
+        if not self.extents.v_transposed:
+            up_project(latent[:n], self.weight, self._heads(n).view(n, -1))
+            keys, values = self._heads(n).split((self.extents.nope, self.extents.v_dim), 2)
+            self._quantize_keys(keys)
+            self._quantize_values(values, self._values(self.parts["v"], n))
+            return
+        keys = self.parts["projected"][: n * self._key_weight.shape[0]].view(n, -1)
+        torch.mm(latent[:n], self._key_weight.t(), out=keys)
+        self._quantize_keys(keys.unflatten(1, (self.extents.heads, -1)))
+        values = self._values(self.parts["projected"], n)
+        torch.mm(self._value_weight, latent.t(), out=values.flatten(0, 1))
+        self._quantize_values(values.transpose(0, 1), self._values(self.parts["v"], n).transpose(0, 1))
+
+    def _quantize_keys(self, keys: torch.Tensor) -> None:
+        n = keys.shape[0]
+        scales = self.parts["k_scales"][:n].unsqueeze(2)
+        quantize.launch(self.parts["k"][:n], scales, keys, 0, False, self.target)
+
+    def _quantize_values(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Quantise [.., H, ..] with a scale for each head."""
+        quantize.quantize_per_head(values, dtype=out.dtype, out=out, scale=self.parts["v_scale"], target=self.target)
+
+    def _values(self, data: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return room for the values of a chunk: V^T, [H, dv, rows and what fills them up], or [rows, H, dv]."""
+        heads, v_dim = self.extents.heads, self.extents.v_dim
+        if not self.extents.v_transposed:
+            return data[: rows * heads * v_dim].view(rows, heads, v_dim)
+        padded = round_up(rows, _V_ROW_MULTIPLE)
+        return data[: heads * v_dim * padded].view(heads, v_dim, padded)
+
+    def _clear_leftovers(self, chunk: PlanChunk, spare: int) -> None:
+        """Zero the rows behind the last token of each sequence's last page; row `spare` is nobody's."""
+        others = self.cache.page_size - 1
+        if not others:
+            return
+        begin, end = chunk.buffer_row_offsets[:-1], chunk.buffer_row_offsets[1:]
+        behind = (self._lengths - chunk.cache_offsets).clamp_(min=0).add_(begin).unsqueeze(1)
+        rows = behind + torch.arange(others, dtype=torch.int32, device=behind.device)
+        rows = torch.where(rows < end.unsqueeze(1), rows, spare)
+        self.parts["latent"].index_fill_(0, rows.flatten().to(torch.int64), 0.0)
+
+
+def make_buffer(call: Call, weight: Weight, extents: Extents, parts: Parts) -> Buffer:
+    """Return the buffer of a job."""
+    return (Buffer if extents.fp8 is None else Fp8Buffer)(call, weight, extents, parts)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-size // multiple) * multiple

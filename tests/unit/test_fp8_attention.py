@@ -1,0 +1,172 @@
+"""chunked_prefill with attention_dtype: q, k and v quantised on the way, V^T by its own projection."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import mla
+from mla import DTypeError, masks, reference
+from mla._check import alignment
+from mla._prefill_call import Call, launch
+from mla.kv_cache import PagedKVCacheCollection
+from tests.support.paged import PagedData, make_paged, offsets_of
+from tests.support.replay_step import Step, Tape
+from tests.support.tolerance import assert_lse, assert_output
+
+HEADS, SCALE, FP8, CAUSAL = 3, 192**-0.5, torch.float8_e4m3fn, masks.CausalMask()
+LENGTHS = [(70, 5), (0, 64), (0, 0), (33, 1)]
+TOTALS = [c + n for c, n in LENGTHS]
+
+
+def job(**options: Any) -> tuple[PagedData, torch.Tensor, torch.Tensor]:
+    """Return a paged batch, q and kv_b_proj, in bf16."""
+    data = make_paged([c for c, _ in LENGTHS], [n for _, n in LENGTHS], options.pop("page_size", 16), **options)
+    random_numbers = torch.Generator().manual_seed(1)
+    q = torch.randn(sum(data.new), HEADS, 192, generator=random_numbers).bfloat16()
+    return data, q, (torch.randn(HEADS * 256, 512, generator=random_numbers) / 512**0.5).bfloat16()
+
+
+def run(data: PagedData, q: torch.Tensor, weight: Any, size: int, **keywords: Any) -> Any:
+    return mla.chunked_prefill(
+        q, data.cache, data.layer_idx, weight, data.input_row_offsets, CAUSAL, SCALE,
+        **{
+            "buffer_token_size": size, "return_lse": True, "attention_dtype": FP8, "target": "cpu",
+            "seq_lens_cpu": TOTALS, **keywords,
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "fused"])
+def test_equals_the_oracle_on_operands_that_are_quantised_by_hand(layout: str) -> None:
+    """What each scale means: the arithmetic itself stays within the bound of bf16."""
+    data, q, weight = job(
+        dtype=torch.bfloat16 if layout == "bf16" else FP8, layout="pages" if layout != "fused" else layout
+    )
+    out, lse = run(data, q, weight, 1000)
+    latent = torch.cat(data.latent).bfloat16()
+    keys, values = (latent @ weight.T).view(-1, HEADS, 256).split(128, 2)
+    q_width = 192 if layout == "fp8" else 128  # the fused row has a bf16 rope
+    (q8, q_scale), (k8, k_scales), (v8, v_scale) = (
+        mla.quantize_per_token(q[..., :q_width], target="cpu"), mla.quantize_per_token(keys, target="cpu"),
+        mla.quantize_per_head(values, target="cpu"),
+    )  # fmt: skip
+    rest = {} if layout == "fp8" else {"q_rope": q[..., 128:]}
+    expected, expected_lse = reference.prefill(
+        q8, k8, v8, data.cache.layer(data.layer_idx), masks.CausalMask(), data.input_row_offsets,
+        torch.tensor(offsets_of(TOTALS)), SCALE, q_scale=q_scale, k_scales=k_scales, v_scale=v_scale,
+        rope_prescaled=False, **rest,
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
+    assert_output(out, expected, "bf16")
+    assert_lse(lse, expected_lse, "bf16")
+
+
+@pytest.mark.parametrize("size", [16, 50, 80, 1000])
+@pytest.mark.parametrize("known", [True, False], ids=["lengths_on_the_host", "lengths_on_the_device"])
+@pytest.mark.parametrize("weight_is", ["tensor", "callable"])
+def test_every_buffer_size_stays_within_the_bound_of_fp8(size: int, known: bool, weight_is: str) -> None:
+    data, q, weight = job()
+    projection = weight if weight_is == "tensor" else lambda latent: latent @ weight.T
+    sinks = torch.randn(HEADS)
+    more = {} if known else {"seq_lens_cpu": None, "max_chunks": -(-192 // size) + 1}
+    out, _ = run(data, q, projection, size, sinks=sinks, **more)
+    exact, _ = run(data, q, weight, size, sinks=sinks, attention_dtype=None)
+    error = (out.double() - exact.double()).norm() / exact.double().norm()
+    assert 1e-2 < error < 5e-2, "above what bf16 leaves, and within what fp8 may"
+
+
+@pytest.mark.parametrize("weight_is", ["tensor", "callable"])
+def test_leftovers_in_pages_and_workspaces_change_no_bit(weight_is: str) -> None:
+    results = []
+    for poison, dirt in ((float("nan"), 255), (float("inf"), 255), (1e4, 0)):
+        data, q, weight = job(poison=poison)
+        projection = weight if weight_is == "tensor" else lambda latent, weight=weight: latent @ weight.T
+        given = q, data.cache, data.layer_idx, projection
+        need = mla.workspace_size("chunked_prefill", *given, buffer_token_size=50, attention_dtype=FP8)
+        workspace = torch.full((need,), dirt, dtype=torch.uint8)
+        with pytest.raises(mla.ArgumentError, match=f"needs {need} bytes"):
+            run(data, q, projection, 50, workspace=workspace[:-1])
+        for more in ({}, {"seq_lens_cpu": None, "max_chunks": 5}):
+            results.append(
+                torch.cat([x.float().flatten() for x in run(data, q, projection, 50, workspace=workspace, **more)])
+            )
+    assert all(torch.equal(result, results[i % 2]) for i, result in enumerate(results))
+
+
+def test_values_are_projected_transposed_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Call] = []
+
+    def watch(call: Call, stream: None) -> None:
+        seen.append(call)
+        launch(call, stream)
+
+    monkeypatch.setattr("mla.chunked.launch", watch)
+    data, q, weight = job(page_size=1)
+    run(data, q, weight, 1000)
+    (call,) = seen
+    assert call.v.shape == (173, HEADS, 128)
+    assert call.v.stride() == (1, 128 * 176, 176)
+    assert alignment(call.v.transpose(0, 2)) == 16
+
+
+def test_a_replay_follows_new_lengths(seed: int) -> None:
+    source, step, mask, tape = random.Random(seed), Step(dtype=torch.bfloat16), masks.CausalMask(), Tape()
+    step.draw(source)
+    lse = tape.record(lambda: step.run(mask, "cpu", 48, max_chunks=8, attention_dtype=FP8))
+    for _ in range(3):
+        step.draw(source)
+        step.output.fill_(3.0)
+        tape.replay()
+        expected, expected_lse = step.expect(mask, "cpu", 48, attention_dtype=FP8)
+        rows = sum(step.new)
+        torch.testing.assert_close(step.output[:rows], expected, rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(lse[:rows], expected_lse, rtol=0, atol=2e-5)
+        assert (step.output[rows:] == 3.0).all(), "rows of no sequence stay"
+
+
+def test_traced() -> None:
+    data, q, weight = job()
+
+    def step(q: torch.Tensor) -> Any:
+        return run(data, q * 1.0, weight, 50, seq_lens_cpu=None, max_chunks=5)
+
+    with torch.no_grad():
+        traced = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+        assert all(torch.equal(a, b) for a, b in zip(traced, step(q), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention_dtype": torch.float16}, "attention_dtype must be torch.bfloat16, as q, or float8"),
+        ({"attention_dtype": "fp8"}, "attention_dtype must be"),
+        ({"q": torch.float16}, "q must be torch.bfloat16 where attention_dtype is torch.float8_e4m3fn"),
+        ({"attention_dtype": torch.float8_e4m3fnuz, "cache": FP8}, "the rope of kv_collection must be torch.bfloat16"),
+        ({"cache": torch.float16}, "the rope of kv_collection must be torch.bfloat16 or torch.float8_e4m3fn"),
+    ],
+)
+def test_refusals(change: dict[str, Any], words: str) -> None:
+    data, q, weight = job(dtype=change.pop("cache", torch.bfloat16))
+    dtype = change.pop("q", torch.bfloat16)
+    with pytest.raises(DTypeError, match=words):
+        run(data, q.to(dtype), weight.to(dtype), 50, **change)
+
+
+def test_the_dtype_of_q_asks_for_nothing() -> None:
+    data, q, weight = job()
+    same, plain = (run(data, q, weight, 50, attention_dtype=dtype) for dtype in (torch.bfloat16, None))
+    assert all(torch.equal(a, b) for a, b in zip(same, plain, strict=True))
+
+
+def test_a_batch_of_nothing() -> None:
+    pages, table = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(0, 1, dtype=torch.int32)
+    cache = PagedKVCacheCollection.from_pages(pages, table, torch.zeros(0, dtype=torch.int32))
+    out = mla.chunked_prefill(
+        torch.zeros(0, HEADS, 192).bfloat16(), cache, 0, torch.zeros(HEADS * 256, 512).bfloat16(),
+        torch.zeros(1, dtype=torch.int32), masks.CausalMask(), SCALE, attention_dtype=FP8, max_chunks=2, target="cpu",
+    )  # fmt: skip
+    assert out.shape == (0, HEADS, 128)
