@@ -1,6 +1,6 @@
-"""Time plan, gather, store and merge of the CUDA backend, the host cost of a call, and a cold start.
+"""Time plan, gather, store and merge of the CUDA backend, and the host cost of a call.
 
-    python benchmarks/cuda_small_ops.py [--json FILE] [--commit NAME] [--processes N]
+    python benchmarks/cuda_small_ops.py [--json FILE] [--commit NAME]
 
 GPU times are medians of events around one call, L2 flushed before each; ``kernel`` is the duration of the kernel alone,
 by the profiler. Bandwidth counts bytes read and written once, beside a device copy of as many bytes in the same run.
@@ -11,11 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,47 +134,9 @@ def copy_call(total: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-COLD = """
-import sys, time
-start = time.perf_counter()
-import torch
-from mla.merge import merge_attn_states
-imported = time.perf_counter()
-x, lse = torch.zeros(4, 16, 128, device="cuda", dtype=torch.bfloat16), torch.zeros(4, 16, device="cuda")
-torch.cuda.synchronize()
-context = time.perf_counter()
-merge_attn_states(x.clone(), x, lse, x, lse, target="cuda")
-torch.cuda.synchronize()
-print(imported - start, context - imported, time.perf_counter() - context)
-"""
-
-
-def cold_start(processes: int) -> dict[str, Any]:
-    """Start processes at once on an empty cache, then single ones; seconds of import, CUDA context and first result."""
-    with tempfile.TemporaryDirectory(prefix="mla cold ") as folder:
-        environment = {**os.environ, "MLA_CACHE_DIR": folder}
-
-        def start() -> subprocess.Popen[str]:
-            return subprocess.Popen([sys.executable, "-c", COLD], stdout=subprocess.PIPE, text=True, env=environment)
-
-        running = [start() for _ in range(processes)]
-        cold = [[float(x) for x in one.communicate()[0].split()] for one in running]
-        compiled = (Path(folder) / "compiles.log").read_text().splitlines()
-        warm = [[float(x) for x in start().communicate()[0].split()] for _ in range(3)]
-        return {
-            "processes": processes,
-            "all_succeeded": all(one.returncode == 0 for one in running),
-            "compiles": len(compiled),
-            "compile_log": compiled,
-            "cold_import_context_first_s": max(cold, key=lambda one: one[2]),
-            "warm_import_context_first_s": min(warm, key=lambda one: one[2]),
-        }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--commit", help="what is measured, kept in the JSON")
     options = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
@@ -227,8 +185,6 @@ def main() -> None:
         (8192, 16, torch.bfloat16), (8192, 128, torch.bfloat16), (8192, 128, torch.float32)
     ):  # fmt: skip
         add(f"merge {tokens} x {heads} {str(dtype)[6:]}", *merge_call(tokens, heads, dtype))
-    results["cold_start"] = cold_start(options.processes)
-    print(json.dumps({key: value for key, value in results["cold_start"].items() if key != "compile_log"}))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

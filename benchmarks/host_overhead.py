@@ -1,15 +1,24 @@
-"""Microseconds of Python that a repeated call costs beside its launch, measured with kernels that do nothing.
+"""Microseconds of Python that a repeated call costs.
 
-    python benchmarks/host_overhead.py
+    python benchmarks/host_overhead.py [--target cpu|cuda|triton] [--json FILE]
 
-The tensors are on the CPU, but no value of an index tensor is checked, as none is on a GPU, and nothing is projected.
-The second column is the same call as an operator of torch.ops.mla, which is what compiled code calls.
+On the CPU with kernels that do nothing, so that only what stands before a backend counts; no value of an index tensor
+is checked there, as none is on a GPU. On a GPU with sequences of no tokens, in two columns: the whole call, and the
+call with a launch that does nothing in the place of the driver's (Triton launches in C, where that cannot be done).
+Nothing is projected. The last column is the call as an operator of torch.ops.mla, which is what compiled code calls.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import copy
+import ctypes
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,10 +32,15 @@ HEADS, TOKENS, BATCH = 1, 8, 4
 MODULES = ("dispatch", "plan", "gather", "store", "merge")
 
 
+Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]
+
+
 def microseconds(call: Callable[[], object]) -> float:
     """Return the best mean of many short rounds, so that other work on the machine does not count."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     best = float("inf")
     for _ in range(ROUNDS):
+        wait()
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
@@ -34,50 +48,79 @@ def microseconds(call: Callable[[], object]) -> float:
     return best / CALLS * 1e6
 
 
-def main() -> None:
-    torch.set_grad_enabled(False)
-    place = {"dtype": torch.bfloat16}
-    lengths = torch.zeros(BATCH, dtype=torch.int32)
-    table = torch.zeros(BATCH, 16, dtype=torch.int32)
-    pages = PagedKVCacheCollection.from_pages(torch.zeros(64, 64, 576, **place), table, lengths)
-    cache, offsets = pages.layer(0), torch.zeros(BATCH + 1, dtype=torch.int32)
-    q, kv = torch.zeros(TOKENS, HEADS, 192, **place), torch.zeros(TOKENS, HEADS, 256, **place)
-    k, v, output = kv[..., :128], kv[..., 128:], torch.zeros(TOKENS, HEADS, 128, **place)
-    lse = torch.zeros(TOKENS, HEADS)
-    latent, rope = torch.zeros(TOKENS, 512, **place), torch.zeros(TOKENS, 64, **place)
-    weight = torch.zeros(HEADS * 256, 512, **place)
-    mask, ops, on = masks.CausalMask(), torch.ops.mla, {"target": "cpu"}
+@contextlib.contextmanager
+def without(patches: list[Any]) -> Iterator[None]:
+    """Apply patches, and let nothing that was prepared before or within be used across."""
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        dispatch.forget()
+        yield
+    dispatch.forget()
+
+
+def no_kernels() -> list[Any]:
+    """Let no backend be asked, and no value of a CPU tensor be looked at."""
 
     def nothing(problem: object, target: object, device: object) -> Callable[[object], None]:
         return lambda args: None
 
-    patches = [
+    return [
         *(mock.patch(f"mla.{name}.resolve", nothing) for name in MODULES),
         *(mock.patch(f"mla.{name}.readable", lambda tensor: False) for name in ("_check", "gather")),
         mock.patch.object(PagedKVCache, "check_indices", lambda self, offsets: None),
         mock.patch("mla._prefill_call._check_values", lambda call, device: None),
-        mock.patch("mla._chunk_buffer.up_project", lambda latent, weight, output: None),
     ]
-    for patch in patches:
-        patch.start()
-    dispatch.forget()
+
+
+def no_launches() -> list[Any]:
+    """Let kernels of the CUDA backend launch by a foreign function that takes anything and returns 0."""
+    from mla.backends.cuda import runtime
+
+    nothing = ctypes.CDLL("libm.so.6").fegetround
+    nothing.argtypes = runtime.driver().cuLaunchKernelEx.argtypes
+    load = runtime.load
+
+    def load_idle(spec: Any, device: torch.device) -> runtime.Kernel:
+        kernel = copy.copy(load(spec, device))
+        kernel._launch_kernel = nothing
+        return kernel
+
+    return [mock.patch.object(runtime, "load", load_idle)]
+
+
+def make_calls(target: str) -> Calls:
+    """Return each function's call and its operator's."""
+    device = "cpu" if target == "cpu" else "cuda"
+    place = {"dtype": torch.bfloat16, "device": device}
+    index = {"dtype": torch.int32, "device": device}
+    lengths = torch.zeros(BATCH, **index)
+    table = torch.zeros(BATCH, 16, **index)
+    pages = PagedKVCacheCollection.from_pages(torch.zeros(64, 64, 576, **place), table, lengths)
+    cache, offsets = pages.layer(0), torch.zeros(BATCH + 1, **index)
+    q, kv = torch.zeros(TOKENS, HEADS, 192, **place), torch.zeros(TOKENS, HEADS, 256, **place)
+    k, v, output = kv[..., :128], kv[..., 128:], torch.zeros(TOKENS, HEADS, 128, **place)
+    lse = torch.zeros(TOKENS, HEADS, device=device)
+    latent, rope = torch.zeros(TOKENS, 512, **place), torch.zeros(TOKENS, 64, **place)
+    weight = torch.zeros(HEADS * 256, 512, **place)
+    mask, ops, on = masks.CausalMask(), torch.ops.mla, {"target": target}
     plan = mla.prefill_plan(offsets, pages, 0, 128, max_chunks=4, **on)
     tables = plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths, plan.required_chunks
     first = tables[0][0], tables[1][0], tables[2][:1]
-    rows = {
+    return {
         "generic_..._plan": (
             lambda: mla.generic_flare_mla_prefill_ragged_paged_plan(
                 offsets, pages, 0, 128, *tables[:3], required_chunks=tables[3], **on
             ),
-            lambda: ops.plan(*tables, offsets, *cache.operands, 128, "cpu"),
+            lambda: ops.plan(*tables, offsets, *cache.operands, 128, target),
         ),
         "gather (of the decompression)": (
-            lambda: mla.gather.gather_layer(*first, cache, latent[:128], "cpu"),
-            lambda: ops.gather(latent[:128], *first[:2], None, first[2], *cache.operands, "cpu"),
+            lambda: mla.gather.gather_layer(*first, cache, latent[:128], target),
+            lambda: ops.gather(latent[:128], *first[:2], None, first[2], *cache.operands, target),
         ),
         "store": (
             lambda: pages.store(0, offsets, latent, rope, **on),
-            lambda: ops.store(*cache.operands, offsets, latent, rope, "cpu"),
+            lambda: ops.store(*cache.operands, offsets, latent, rope, target),
         ),
         "flare_mla_prefill": (
             lambda: mla.flare_mla_prefill(output, q, k, v, cache, mask, offsets, offsets, 0.07, lse=lse, **on),
@@ -95,7 +138,7 @@ def main() -> None:
             ),
             lambda: ops.chunked_prefill(
                 output, None, None, q, *cache.operands, weight, offsets, *mask.operands, 0.07, None, None, None, None,
-                1 << 12, None, 1, None, None, None, 0.0, True, "cpu",
+                1 << 12, None, 1, None, None, None, 0.0, True, target,
             ),
         ),
         "chunked_prefill, 4 chunks": (
@@ -104,16 +147,32 @@ def main() -> None:
             ),
             lambda: ops.chunked_prefill(
                 output, None, None, q, *cache.operands, weight, offsets, *mask.operands, 0.07, None, None, None, None,
-                128, None, 4, None, None, None, 0.0, True, "cpu",
+                128, None, 4, None, None, None, 0.0, True, target,
             ),
         ),
     }  # fmt: skip
-    print(f"{'':32}{'function':>12}{'operator':>12}   us")
-    for name, (function, operator) in rows.items():
-        print(f"{name:32}{microseconds(function):12.1f}{microseconds(operator):12.1f}", flush=True)
-    for patch in patches:
-        patch.stop()
-    dispatch.forget()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=("cpu", "cuda", "triton"), default="cpu")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    columns: dict[str, dict[str, float]] = {}
+    settings = {"cpu": [("function", no_kernels)], "cuda": [("function", list), ("without launch", no_launches)]}
+    for title, patches in settings.get(args.target, [("function", list)]):
+        with without([*patches(), mock.patch("mla.chunked.up_project", lambda latent, weight, output: None)]):
+            calls = make_calls(args.target)
+            columns[title] = {name: microseconds(function) for name, (function, _) in calls.items()}
+            if title == "function":
+                operators = {name: microseconds(operator) for name, (_, operator) in calls.items()}
+    columns["operator"] = operators
+    print(f"{'target ' + args.target + ', us':32}" + "".join(f"{title:>16}" for title in columns))
+    for name in columns["function"]:
+        print(f"{name:32}" + "".join(f"{column[name]:16.1f}" for column in columns.values()), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(columns, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
