@@ -162,7 +162,7 @@ def main() -> None:
     columns: dict[str, dict[str, float]] = {}
     settings = {"cpu": [("function", no_kernels)], "cuda": [("function", list), ("without launch", no_launches)]}
     for title, patches in settings.get(args.target, [("function", list)]):
-        with without([*patches(), mock.patch("mla.chunked.up_project", lambda latent, weight, output: None)]):
+        with without([*patches(), mock.patch("mla._chunk_buffer.up_project", lambda latent, weight, output: None)]):
             calls = make_calls(args.target)
             columns[title] = {name: microseconds(function) for name, (function, _) in calls.items()}
             if title == "function":
