@@ -1,21 +1,23 @@
-"""Triton prefill on the six shapes of docs/perf-log.md, beside FlashAttention-4's own kernel in the same run.
+"""Triton prefill on the six shapes of mla/data/shapes.yaml, beside FlashAttention-4's own kernel in the same run.
 
-    python benchmarks/prefill_triton.py [--json FILE] [--shapes 8k,ragged] [--peers fa4]
+    python benchmarks/prefill_triton.py --json result.json [--shapes 8k,ragged] [--peers fa4]
 
-``warps`` is the warp-specialised kernel of sm_90, ``tiles`` the one that runs everywhere. Inputs, clock and peers are
-those of prefill_h200.py; FlashAttention-4 gets its 192-wide K ready-made.
+``warps`` is the warp-specialised kernel of sm_90, ``tiles`` the one that runs everywhere. Inputs, clock, peers and the
+order of rounds are those of prefill_h200.py: FlashAttention-4 gets its 192-wide K ready-made (``fa4``) or has to make
+it (``fa4+concat``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from prefill_h200 import SHAPES, Inputs, environment, fa4, measure
+from prefill_h200 import SHAPES, Inputs, check, environment, fa4, milliseconds
 
 from mla.backends.triton.ops import Prefill, PrefillHopper
 from mla.problem import PrefillArgs, Problem
@@ -43,41 +45,37 @@ def triton(inputs: Inputs, entry: type[Prefill]) -> Callable[[], torch.Tensor]:
     return call
 
 
-def matmul(size: int = 8192) -> float:
-    """Return the TFLOP/s of a bf16 matrix product of torch's, median of 20."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ b
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return 2 * size**3 / sorted(start.elapsed_time(end) for start, end in times[3:])[10] / 1e9
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the numbers go")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--peers", default="", help="fa4, or nothing")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.35, help="of measuring in a round")
     args = parser.parse_args()
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    print(f"bf16 matmul of 8192: {matmul():.0f} TFLOP/s")
+    results: dict[str, dict[str, dict[str, object]]] = {}
     for shape in (shape for shape in SHAPES if shape.name in args.shapes.split(",")):
         inputs = Inputs(shape, 0)
         calls = {"warps": triton(inputs, PrefillHopper), "tiles": triton(inputs, Prefill)}
         if args.peers == "fa4":
-            calls["fa4"] = fa4(inputs, concat=False)
-        calls["warps again"] = triton(inputs, PrefillHopper)
+            calls |= {"fa4": fa4(inputs, concat=False), "fa4+concat": fa4(inputs, concat=True)}
+        errors = {name: check(inputs, call) for name, call in calls.items()}
+        rounds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(args.rounds):
+            for name, call in calls.items():
+                rounds[name].append(statistics.median(milliseconds(call, args.seconds)))
+        medians = {name: statistics.median(times) for name, times in rounds.items()}
         results[shape.name] = {}
-        for name, call in calls.items():
-            found = results[shape.name][name] = measure(inputs, call)
-            rate = f"{found['ms']:9.4f} ms {found['tflops']:6.0f} TFLOP/s"
-            print(f"{shape.name:8}{name:12}{rate}  error {found['error']:.1e}")
+        for name, ms in medians.items():
+            tflops, spread = shape.flops / ms / 1e9, (max(rounds[name]) - min(rounds[name])) / ms
+            found = {"ms": ms, "rounds": rounds[name], "tflops": tflops, "error": errors[name]}
+            row = f"{shape.name:8}{name:12}{ms:9.4f} ms {tflops:6.0f} TFLOP/s  rounds {spread:5.1%}"
+            if "fa4" in medians:
+                found["of_fa4"] = medians["fa4"] / ms
+                row += f"  {medians['fa4'] / ms:5.2f} of fa4"
+            results[shape.name][name] = found
+            print(f"{row}  error {errors[name]:.1e}")
             sys.stdout.flush()
-    print(f"bf16 matmul of 8192: {matmul():.0f} TFLOP/s")
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1))
 
