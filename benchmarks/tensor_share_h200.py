@@ -8,8 +8,8 @@ clock). Clocks are left as they are. A matrix product of 8,192 stands beside, fo
 
 For the counters of one launch:
 
-    ncu --clock-control none -k regex:mla_prefill -s 1 -c 1 --section ComputeWorkloadAnalysis --section SchedulerStats \\
-        --section WarpStateStats --section SpeedOfLight python benchmarks/tensor_share_h200.py --launches 3
+    ncu --clock-control none -k regex:mla_prefill -s 1 -c 1 --section SpeedOfLight --section ComputeWorkloadAnalysis \\
+        --section SchedulerStats --section WarpStateStats python benchmarks/tensor_share_h200.py --launches 3
 """
 
 from __future__ import annotations
