@@ -30,6 +30,7 @@ def tensor_map(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     *,
+    steps: tuple[int, ...] | None = None,
     swizzle: int = 128,
     l2_promotion: int = 128,
 ) -> TensorMap:
@@ -46,7 +47,10 @@ def tensor_map(
     strides : tuple of int
         Strides in bytes of ``shape[1:]``, multiples of 16 below 2^40.
     box : tuple of int
-        Extents of what one copy moves, fastest first, each <= 256; ``box[0]`` spans at most `swizzle` bytes.
+        Extents of what one copy spans, fastest first, each <= 256; ``box[0]`` spans at most `swizzle` bytes.
+    steps : tuple of int, optional
+        Of the elements that the box spans in a dimension, one copy moves every ``steps``-th; 1 to 8, ``steps[0]`` is 1.
+        All of them when missing.
     swizzle : int
         0, 32, 64 or 128 bytes.
     l2_promotion : int
@@ -74,7 +78,7 @@ def tensor_map(
         (u64 * rank)(*shape),
         (u64 * max(1, rank - 1))(*strides),
         (u32 * rank)(*box),
-        (u32 * rank)(*[1] * rank),
+        (u32 * rank)(*(steps or [1] * rank)),
         0,
         _SWIZZLES[swizzle],
         _L2_PROMOTIONS[l2_promotion],

@@ -87,6 +87,38 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, i
       : "memory");
 }
 
+// ---- shared memory --------------------------------------------------------------------------------------------------
+
+// Loads and stores that stay where they are written, so that they do not take registers before.
+MLA_DEVICE float4 ld_shared_v4_f32(uint32_t shared) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared)
+               : "memory");
+  return v;
+}
+MLA_DEVICE void st_shared_v4_f32(uint32_t shared, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+
+// ---- fragments ------------------------------------------------------------------------------------------------------
+
+// Lane 8 i + r gives the address of row r of matrix i, whose elements 2 t and 2 t + 1 are the word of lane 4 r + t.
+MLA_DEVICE void stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+// Four values, the first in the lowest byte, each rounded to nearest even; past +-448 it is +-448.
+MLA_DEVICE uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
+  uint32_t y;
+  asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n mov.b32 %0, {low, high};\n}"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
 // ---- named barriers, dependent grids --------------------------------------------------------------------------------
 
 MLA_DEVICE void bar_sync(int barrier, int threads) {

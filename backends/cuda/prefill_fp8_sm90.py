@@ -1,0 +1,245 @@
+"""Prefill in fp8 on Hopper: ``sm90/prefill_fp8.cu``. The design is told in docs/hopper.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla import mask_code
+from mla.backends.cuda import prefill_fp8_sm90_block as blocks
+from mla.backends.cuda import runtime
+from mla.backends.cuda.compiler import KernelSpec
+from mla.backends.cuda.counters import counters_of
+from mla.backends.cuda.params import C_TYPES, PAGE_SIZES
+from mla.backends.cuda.prefill_fp8_sm90_block import PrefillParams
+from mla.backends.cuda.prefill_sm90 import TABLE_SEQUENCES, TILES_MAX, schedule_spec
+from mla.backends.cuda.prefill_sm90_block import ScheduleParams
+from mla.errors import ShapeError
+from mla.mask_expr import postorder
+from mla.masks import CausalMask
+from mla.problem import PrefillArgs, Problem
+
+if TYPE_CHECKING:
+    from mla.backends.cuda.runtime import Kernel
+    from mla.masks import MaskProgram
+
+_BLOCK_N = 128
+_ENTRY_BYTES = 32
+_ITEM_BYTES = 48
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What ``prefill_fp8_layout.cuh`` calls its tile.
+
+    Attributes
+    ----------
+    row_groups : int
+        Blocks of 64 query rows of an item, with a consumer warpgroup for each.
+    stages_k, stages_v, stages_raw : int
+        Depths of the rings of K, of V^T and of rows of V that are still to be transposed.
+    consumer_registers, producer_registers : int
+        Of each thread, by setmaxnreg.
+    """
+
+    row_groups: int
+    stages_k: int
+    stages_v: int
+    stages_raw: int
+    consumer_registers: int
+    producer_registers: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and the producer's warpgroup."""
+        return 128 * (self.row_groups + 1)
+
+    def shared_bytes(self, *, rope_size: int, ones: bool, value_scales: bool) -> int:
+        """Return the dynamic shared memory of a block; the device asserts the same sum.
+
+        Parameters
+        ----------
+        rope_size : int
+            Bytes of an element of the rope.
+        ones : bool
+            Whether row sums come from a column of ones.
+        value_scales : bool
+            Whether each key has a scale of its V.
+        """
+        row = 128 + 64 * rope_size
+        rows = (64 * self.row_groups + _BLOCK_N * self.stages_k) * row
+        values = self.stages_v * _BLOCK_N * (128 + 8 * ones) + self.stages_raw * _BLOCK_N * 128
+        scales = self.stages_k * (2 + value_scales) * _BLOCK_N * 4
+        scales += 4 * 64 * self.row_groups
+        small = self.stages_k * (2 * 16 + 32) + 3 * self.row_groups * _ITEM_BYTES + (TABLE_SEQUENCES + 1) * _ENTRY_BYTES
+        barriers = 2 * self.row_groups + 3 * self.stages_k + 2 * self.stages_v + 2 * self.stages_raw
+        return 1024 + rows + values + scales + small + 8 * barriers + 8
+
+
+def tile_of(problem: Problem) -> Tile:
+    """Return the tile of a problem: by features alone, so that a sequence's results depend on nothing else."""
+    raw = 0 if "v_transposed" in problem.features else 2
+    stages_k = 2 if raw and problem.dtypes == "fp8+bf16_rope" else 4
+    if problem.features & {"softcap", "bias"}:  # more registers than three warpgroups leave each thread
+        return Tile(2, stages_k, 2, raw, 216, 72)
+    return Tile(3, stages_k, 2, raw, 160, 32)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of a call, beside its problem, is compiled in.
+
+    Attributes
+    ----------
+    chunked : bool
+        Keys may begin inside a page, so rope rows may have to be copied one by one.
+    value_scales : bool
+        v_scale is one a key.
+    """
+
+    chunked: bool
+    value_scales: bool
+
+
+def _comparisons(program: MaskProgram) -> int:
+    return sum(node.op in ("lt", "le", "eq", "ne") for node in postorder(program.expression))
+
+
+@functools.lru_cache(maxsize=512)
+def prefill_spec(problem: Problem, variant: Variant, *, programmatic: bool = False) -> KernelSpec:
+    """Describe the prefill kernel; ``programmatic``: as launched behind the kernel that orders a large batch."""
+    assert problem.mask is not None
+    tile, features = tile_of(problem), problem.features & {"lse", "sinks", "softcap", "bias"}
+    transposed, prescaled = "v_transposed" in problem.features, "rope_prescaled" in problem.features
+    box, copy = 64, False
+    if problem.rope == "paged":
+        box = blocks.rope_box(problem.page_size)
+        copy = variant.chunked or box == 0
+    scaled = "v_scale" in problem.features
+    rope = "e4m3" if problem.dtypes == "fp8" else "bf16"
+    parts = [
+        f"prefill.fp8.{rope}{'-prescaled' if prescaled else ''}_{problem.out_dtype}.{problem.rope}",
+        f"p{problem.page_size}b{box}{'c' if copy else ''}",
+        f"v{'t' if transposed else 'r'}{'k' if variant.value_scales else 's' if scaled else ''}",
+        "-".join(sorted(features)) or "plain",
+        problem.mask.key,
+    ]
+    defines: tuple[tuple[str, int | str], ...] = (
+        ("MLA_ROPE", rope),
+        ("MLA_ROPE_PRESCALED", int(prescaled)),
+        ("MLA_OUTPUT", C_TYPES[problem.out_dtype]),
+        ("MLA_ROPE_KIND", ("paged", "batched", "ragged").index(problem.rope or "paged")),
+        ("MLA_NOPE_DIM", problem.qk_nope_head_dim),
+        ("MLA_V_DIM", problem.v_head_dim),
+        ("MLA_PAGE_SIZE", max(problem.page_size, 1)),
+        ("MLA_ROPE_BOX", box),
+        ("MLA_ROPE_COPY", int(copy)),
+        ("MLA_V_ROWS", int(not transposed)),
+        ("MLA_V_SCALES", 2 if variant.value_scales else int(scaled)),
+        ("MLA_LSE", int("lse" in features)),
+        ("MLA_SINKS", int("sinks" in features)),
+        ("MLA_SOFTCAP", int("softcap" in features)),
+        ("MLA_MASK_UNROLL", int(_comparisons(problem.mask) <= 1)),
+        ("MLA_ROW_GROUPS", tile.row_groups),
+        ("MLA_BLOCK_N", _BLOCK_N),
+        ("MLA_STAGES_K", tile.stages_k),
+        ("MLA_STAGES_V", tile.stages_v),
+        ("MLA_STAGES_RAW", tile.stages_raw),
+        ("MLA_CONSUMER_REGISTERS", tile.consumer_registers),
+        ("MLA_PRODUCER_REGISTERS", tile.producer_registers),
+    )
+    return KernelSpec(
+        name=".".join(parts),
+        source="sm90/prefill_fp8.cu",
+        symbol="mla_prefill_fp8",
+        params=PrefillParams,
+        threads=tile.threads,
+        shared_bytes=tile.shared_bytes(
+            rope_size=1 if rope == "e4m3" else 2, ones="lse" not in features, value_scales=variant.value_scales
+        ),
+        defines=defines,
+        generated=(("mask.cuh", mask_code.c_source(problem.mask)),),
+        programmatic=programmatic,
+    )
+
+
+class PrefillFp8Sm90:
+    """Prefill of fp8 q, k and v by TMA and wgmma; tensors with addresses and strides of 16 bytes."""
+
+    @staticmethod
+    def check(problem: Problem, arch: str) -> str | None:
+        """Return None: what the registry admits fits."""
+        return None
+
+    @staticmethod
+    def problems(arch: str) -> Iterator[Problem]:
+        """Yield what is compiled ahead: DeepSeek-V3 steps, whole and in parts to be merged, V^T given or not."""
+        if arch != "sm_90a":
+            return
+        for page_size in PAGE_SIZES:
+            for out_dtype in ("bf16", "fp32"):
+                for layout in ((), ("v_transposed",)):
+                    yield Problem(
+                        "prefill", "fp8+bf16_rope", out_dtype, page_size=page_size, rope="paged",
+                        mask=CausalMask().program,
+                        features=frozenset({
+                            "batch_invariant", "lse", "split_q", "q_scale", "k_scales", "v_scale", "rope_prescaled",
+                            *layout,
+                        }),
+                    )  # fmt: skip
+
+    @staticmethod
+    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
+        """Return the kernels of one problem with a v_scale of each head or of all."""
+        variants = (Variant(chunked, False) for chunked in (False, True))
+        return (*dict.fromkeys(prefill_spec(problem, variant) for variant in variants), schedule_spec(problem))
+
+    @staticmethod
+    def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
+        """Return the bytes of the order of work of a large batch; small ones need none."""
+        return (B + 1) * _ENTRY_BYTES if B > TABLE_SEQUENCES else 0
+
+    @staticmethod
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+        """Compile and load for whole sequences and a v_scale of each head; the result launches.
+
+        What a call asks for beyond that (chunks, a v_scale of each key, a large batch) is compiled when the first one
+        comes.
+        """
+        processors = runtime.properties(device).multi_processor_count
+
+        @functools.cache
+        def kernel(variant: Variant, programmatic: bool) -> Kernel:
+            return runtime.load(prefill_spec(problem, variant, programmatic=programmatic), device)
+
+        @functools.cache
+        def schedule() -> Kernel:
+            return runtime.load(schedule_spec(problem), device)
+
+        kernel(Variant(False, False), False)
+
+        def run(args: PrefillArgs) -> None:
+            rows, heads, _ = args.q.shape
+            batch = args.cu_seqlens_q.shape[0] - 1
+            if rows == 0 or batch == 0:
+                return
+            if args.k.shape[0] > TILES_MAX * _BLOCK_N:
+                raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * _BLOCK_N}")
+            block = blocks.make(args, _BLOCK_N, counters_of(args.q.device))
+            grid = min(processors, (-(-rows // 64) + batch) * heads)
+            ordered = batch > TABLE_SEQUENCES
+            if ordered:
+                workspace = args.workspace
+                if workspace is None:
+                    need = PrefillFp8Sm90.workspace_bytes(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
+                    workspace = torch.empty(need, dtype=torch.uint8, device=args.q.device)
+                block.table = workspace.data_ptr()
+                schedule().launch(ScheduleParams(block.sequences, block.table, batch, heads, grid), 1)
+            per_key = args.v_scale is not None and args.v_scale.ndim == 2
+            kernel(Variant(args.cache_offsets is not None, per_key), ordered).launch(block, grid)
+
+        return run

@@ -1,0 +1,148 @@
+// The other warps of the producer's warpgroup. Key warps bring the scales of each K tile, and its rope rows where TMA
+// boxes cannot; transposing warps turn rows of V into V^T.
+#pragma once
+#include "prefill_fp8_layout.cuh"
+
+// Rope rows of a tile, 16 bytes a lane, into the order and the swizzle that TMA would have made.
+MLA_DEVICE void copy_rope(const PrefillParams& p, const KeyJob& job, uint32_t to) {
+  constexpr int kChunks = kRopeRowBytes / 16, kRowsAtOnce = 32 / kChunks;
+  const int lane = threadIdx.x & 31, rows = job.keys < kBlockN ? job.keys : kBlockN;
+  const int* pages = page_row(p.page_table, job.sequence);
+#pragma unroll 1
+  for (int first = 0; first < rows; first += 32) {
+    const int key = first + lane < rows ? first + lane : rows - 1;
+    const uint64_t address = reinterpret_cast<uint64_t>(token_row(p.rope_rows, pages, job.token + key));
+#pragma unroll 1
+    for (int i = 0; i < kChunks; i++) {
+      const int copied = kRowsAtOnce * i + lane / kChunks, chunk = lane % kChunks;
+      const uint64_t from = __shfl_sync(~0u, address, copied);
+      const int at = row_of_key(first + copied), swizzle = kRopeFp8 ? at >> 1 & 3 : at & 7;
+      if (first + copied < rows)
+        cp_async_cg_16(to + at * kRopeRowBytes + ((chunk ^ swizzle) << 4),
+                       reinterpret_cast<const uint8_t*>(from) + 16 * chunk, 16);
+    }
+  }
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  fence_proxy_async_shared();
+}
+
+// The scale of a key's rope part.
+MLA_DEVICE float rope_scale(const PrefillParams& p, const KeyJob& job, int key) {
+  const uint8_t* row;
+  if constexpr (MLA_ROPE_KIND == kRopePaged)
+    row = token_row(p.rope_scales, page_row(p.page_table, job.sequence), job.token + key);
+  else if constexpr (MLA_ROPE_KIND == kRopeBatched)
+    row = token_row(p.rope_scales, Place{job.sequence, job.token + key});
+  else
+    row = token_row(p.rope_scales, Place{0, job.k_row + key});
+  return *reinterpret_cast<const float*>(row);
+}
+
+MLA_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// Scales of a tile, four keys a lane. Keys past the sequence's end take those of the first key: they are hidden, and
+// must not spoil what the others have in common.
+MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k) {
+  constexpr int kEach = kBlockN / 32;
+  const int lane = threadIdx.x & 31;
+  float nope[kEach], rope[kEach], value[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int key = kEach * lane + i, counted = key < job.keys ? key : 0;
+    nope[i] = p.k_scales[(job.k_row + counted) * p.k_scales_stride];
+    rope[i] = kRopeFp8 ? rope_scale(p, job, counted) : kRopePlain ? 1.0f : nope[i];
+    value[i] = kValueScales ? p.v_scale[(job.k_row + counted) * p.v_scale_stride] : 1.0f;
+  }
+  const float common = __shfl_sync(~0u, nope[0], 0), common_value = __shfl_sync(~0u, value[0], 0);
+  bool alike = !kRopePlain;
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    alike &= nope[i] == common && rope[i] == common && value[i] == common_value;
+    largest = fmaxf(largest, fabsf(value[i]));
+  }
+  alike = __all_sync(~0u, alike);
+  float v_factor = 1.0f;
+  if constexpr (kValueScales) v_factor = warp_max(largest);
+  if constexpr (MLA_V_SCALES == kValuesByTile) v_factor = p.v_scale[job.head * p.v_scale_stride];
+  const float to_ratio = v_factor == 0.0f ? 0.0f : 1.0f / v_factor;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    // S of the nope part is brought to the rope's scale before that is added. A scale of zero leaves its part out.
+    constexpr float kLeast = 0x1p-80f;
+    const float least = fabsf(rope[i]) < kLeast ? kLeast : rope[i];
+    if (kTwoScales) nope[i] /= least;
+    rope[i] = kRopePlain ? 1.0f : least;
+    value[i] *= to_ratio;
+  }
+  const uint32_t at = 4 * kEach * lane;
+  if (kTwoScales) st_shared_v4_f32(shared.scales(k.stage(), kScaleNope) + at, nope);
+  st_shared_v4_f32(shared.scales(k.stage(), kScaleAll) + at, rope);
+  if (kValueScales) st_shared_v4_f32(shared.scales(k.stage(), kScaleValue) + at, value);
+  if (lane == 0) {
+    shared.head(k.count)->factor = alike ? common : 0.0f;
+    shared.head(k.count)->v_factor = v_factor;
+  }
+}
+
+MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int warp) {
+#pragma unroll 1
+  for (Ring<kStagesK> k{uint32_t(warp)};; k.count += kKeyWarps) {
+    mbarrier_wait_parity(shared.job_full(k.stage()), k.phase());
+    const KeyJob job = *shared.job(k.stage());
+    if (job.source == kNoMoreKeys) return;
+    if constexpr (kRopeCopy)
+      if (job.source == kRopeByCopy) copy_rope(p, job, shared.k(k.stage()) + kKNopeBytes);
+    bring_scales(p, shared, job, k);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.k_full(k.stage()));
+  }
+}
+
+// Transposes 64 keys by 32 columns of V for each of four parts of a tile. ldmatrix moves pairs of bytes: of each key a
+// lane gets an even column and the odd one beside it. Keys of one pair and the next interleave (their rows lie 32
+// apart), so a permutation of two words makes four consecutive keys of one column; stmatrix lays them down. Rows 0 to 3
+// of a stored matrix take even columns and rows 4 to 7 odd ones, or the other way round: eight different rows modulo 8,
+// no bank conflicts.
+MLA_DEVICE void transpose_part(uint32_t raw, uint32_t to, int block, int part) {
+  const int lane = threadIdx.x & 31, at = lane & 7, matrix = lane >> 3;
+  const uint32_t from = raw + (block * kKeyBlock + (matrix & 1) * 32 + at) * kRowBytes +
+                        (((2 * part + (matrix >> 1)) ^ at) << 4);
+  const int column = part * 32 + (matrix >> 1) * 16 + 2 * at + ((matrix & 1) ^ (at >> 2));
+  const uint32_t into = to + column * kBlockN;
+  const uint32_t first = lane < 16 ? 0x6240 : 0x7351, second = lane < 16 ? 0x7351 : 0x6240;
+  uint32_t words[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) ldmatrix_x4_trans(words[i], from + i * 8 * kRowBytes);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t turned[4] = {
+        __byte_perm(words[i][0], words[i][1], first), __byte_perm(words[i][0], words[i][1], second),
+        __byte_perm(words[i][2], words[i][3], first), __byte_perm(words[i][2], words[i][3], second)};
+    stmatrix_x4(into + (((4 * block + i) ^ (column & 7)) << 4), turned);
+  }
+}
+
+MLA_DEVICE void transpose_values(const Shared& shared, int warp) {
+  Ring<kStagesRaw> raw{0};
+  Ring<kStagesV> v{kStagesV};
+#pragma unroll 1
+  for (;; raw.advance(), v.advance()) {
+    mbarrier_wait_parity(shared.raw_full(raw.stage()), raw.phase());
+    if (*shared.no_more_v()) return;
+    mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
+#pragma unroll 1
+    for (int part = 0; part < 4; part++) transpose_part(shared.raw(raw.stage()), shared.v(v.stage()), warp, part);
+    fence_proxy_async_shared();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      mbarrier_arrive(shared.v_full(v.stage()));
+      mbarrier_arrive(shared.raw_empty(raw.stage()));
+    }
+  }
+}

@@ -1,0 +1,220 @@
+// The producer warp: claims items, classes their key tiles, loads Q, K, V and the roped keys.
+#pragma once
+#include "prefill_fp8_layout.cuh"
+#include "prefill_tiles.cuh"
+
+constexpr int kBox = kRopeBox > 0 ? kRopeBox : kKeyBlock;
+
+struct Producer {
+  const PrefillParams& p;
+  const Shared& shared;
+  Item* items;  // at hand, one a row group; in shared memory, because the warp has few registers
+  Ring<kStagesK> k{kStagesK};
+  Ring<kTransposeV ? kStagesRaw : kStagesV> v{kTransposeV ? kStagesRaw : kStagesV};
+  uint32_t q_phase = 1;  // its complement is the buffer of the item slots
+
+  MLA_DEVICE int lane() const { return threadIdx.x & 31; }
+  MLA_DEVICE bool lead() const { return lane() == 0; }
+  // Rope rows come by TMA: the boxes of tiles that begin at the first key lie within pages.
+  MLA_DEVICE bool rope_boxes() const { return !kRopeCopy || (kRopeBox > 0 && items->k_position % kBox == 0); }
+
+  // Fills in the items, a lane each.
+  MLA_DEVICE void take(const ScheduleEntry& entry, int index, Grouping grouping) {
+    const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
+    const TilePosition at = tile_position(index - entry.first_item, tiles, entry.n_keys, p.heads);
+    if (lane() < kRowGroups) {
+      const int block = block_of(lane(), at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup,
+                left = entry.new_ - row;
+      Item& item = items[lane()];
+      item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
+      item.rows = block < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
+      item.q_position = entry.start + row;
+      item.head = at.head;
+      item.sequence = entry.sequence;
+      item.start = entry.start;
+      item.k_row = entry.k_begin;
+      item.k_position = entry.offset;
+      item.n_keys = entry.n_keys;
+    }
+    __syncwarp();
+  }
+
+  // Hands its item to every row group, with its rows of Q.
+  MLA_DEVICE void load_q() {
+#pragma unroll 1
+    for (int group = 0; group < kRowGroups; group++) {
+      mbarrier_wait_parity(shared.q_empty(group), q_phase);
+      if (lead()) {
+        const Item& item = items[group];
+        *shared.item(group, q_phase ^ 1) = item;
+        const uint32_t full = shared.q_full(group);
+        if (item.rows == 0) {
+          mbarrier_arrive(full);
+          continue;
+        }
+        mbarrier_arrive_expect_tx(full, kQBytes);
+        cp_async_bulk_tensor_3d(shared.q(group), p.q, 0, item.head, item.q_row, full, kEvictFirst);
+        cp_async_bulk_tensor_3d(shared.q(group) + kQNopeBytes, p.q_rope, 0, item.head, item.q_row, full, kEvictFirst);
+      }
+    }
+    q_phase ^= 1;
+  }
+
+  // Tells every other role that there are no more items.
+  MLA_DEVICE void finish() {
+#pragma unroll 1
+    for (int group = 0; group < kRowGroups; group++) {
+      mbarrier_wait_parity(shared.q_empty(group), q_phase);
+      if (lead()) {
+        shared.item(group, q_phase ^ 1)->q_row = -1;
+        mbarrier_arrive(shared.q_full(group));
+      }
+    }
+#pragma unroll 1
+    for (int i = 0; i < kKeyWarps; i++, k.advance()) {
+      mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
+      if (lead()) post_job(k.stage(), {0, 0, 0, 0, 0, kNoMoreKeys});
+    }
+    if constexpr (kTransposeV) {
+      mbarrier_wait_parity(shared.raw_empty(v.stage()), v.phase());
+      if (lead()) {
+        *shared.no_more_v() = 1;
+        mbarrier_arrive(shared.raw_full(v.stage()));
+      }
+    }
+  }
+
+  MLA_DEVICE void post_job(int stage, const KeyJob& job) {
+    *shared.job(stage) = job;
+    mbarrier_arrive(shared.job_full(stage));
+  }
+
+  // Rows of a tile of keys into their order: the map takes every second row.
+  MLA_DEVICE void load_rows(uint32_t to, const TensorMap& map, int row, uint32_t full) {
+#pragma unroll
+    for (int block = 0; block < kBlockN; block += kKeyBlock)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        cp_async_bulk_tensor_3d(to + row_of_key(block + half) * kRowBytes, map, 0, items->head, row + block + half,
+                                full, kEvictLast);
+  }
+
+  MLA_DEVICE void load_k(uint32_t tile, uint32_t next) {
+    const Item& item = *items;
+    const int first = tile_in(tile) * kBlockN;
+    const bool boxes = rope_boxes();
+    // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
+    int page = 0, last_box = 0;
+    if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeBox > 0) {
+      last_box = (item.n_keys - 1) / kBox * kBox;
+      const int key = first + lane() * kBox;
+      if (boxes && lane() < kBlockN / kBox)
+        page = page_row(p.page_table, item.sequence)[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
+    }
+    mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
+    const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()), to_rope = to + kKNopeBytes;
+    if (lead()) {
+      shared.head(k.count - kStagesK)->tag = tag_of(tile, 0, next);
+      mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKNopeBytes);
+      load_rows(to, p.k, item.k_row + first, full);
+      post_job(k.stage(), {item.sequence, item.head, item.k_position + first, item.k_row + first, item.n_keys - first,
+                           boxes ? kRopeByTma : kRopeByCopy});
+    }
+    if constexpr (MLA_ROPE_KIND == kRopePaged) {
+      if constexpr (kRopeBox > 0) {
+        if (boxes) {
+#pragma unroll
+          for (int box = 0; box < kBlockN / kBox; box++) {
+            const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kBox;
+            const int slot = (item.k_position + (key < last_box ? key : last_box)) % kPageSize;
+            if (lead())
+#pragma unroll
+              for (int half = 0; half < 2; half++)
+                cp_async_bulk_tensor_3d(to_rope + row_of_key(box * kBox + half) * kRopeRowBytes, p.rope, 0, slot + half,
+                                        page_of_box, full, kEvictLast);
+          }
+        }
+      }
+    } else if (lead()) {
+      const bool batched = MLA_ROPE_KIND == kRopeBatched;
+      const int row = (batched ? item.k_position : item.k_row) + first;
+#pragma unroll
+      for (int block = 0; block < kBlockN; block += kKeyBlock)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          cp_async_bulk_tensor_3d(to_rope + row_of_key(block + half) * kRopeRowBytes, p.rope, 0, row + block + half,
+                                  batched ? item.sequence : 0, full, kEvictLast);
+    }
+    k.advance();
+  }
+
+  MLA_DEVICE void load_v(uint32_t tile) {
+    const int first = tile_in(tile) * kBlockN, row = items->k_row + first;
+    if constexpr (kTransposeV) {
+      mbarrier_wait_parity(shared.raw_empty(v.stage()), v.phase());
+      if (lead()) {
+        const uint32_t full = shared.raw_full(v.stage());
+        mbarrier_arrive_expect_tx(full, kVTileBytes);
+        load_rows(shared.raw(v.stage()), p.v, row, full);
+      }
+    } else {
+      mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
+      if (lead()) {
+        const uint32_t full = shared.v_full(v.stage());
+        mbarrier_arrive_expect_tx(full, kVTileBytes);
+        cp_async_bulk_tensor_3d(shared.v(v.stage()), p.v, row, 0, items->head, full, kEvictLast);
+      }
+    }
+    v.advance();
+  }
+
+  // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first;
+  // later the first K goes ahead, because it need not wait for the previous item's last product.
+  MLA_DEVICE void load() {
+    TileWalk walk{ceil_div(items->n_keys, 32 * kBlockN), 0, 0};
+    uint32_t tile = next_tile(p, items, walk), previous = kEndOfAll;
+    if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
+    __syncwarp();
+    if (k.count == kStagesK || tile == kEndOfAll) load_q();
+#pragma unroll 1
+    while (tile != kEndOfAll) {
+      const uint32_t next = next_tile(p, items, walk);
+      load_k(tile, next);
+      if (previous != kEndOfAll)
+        load_v(previous);
+      else if (k.count != kStagesK + 1)
+        load_q();
+      previous = tile;
+      tile = next;
+    }
+    if (previous != kEndOfAll) load_v(previous);
+  }
+};
+
+// The table lies in shared memory where the block made it itself. Read anew for each item: registers are few.
+MLA_DEVICE bool take_item(Producer& producer, int index) {
+  const PrefillParams& p = producer.p;
+  const bool own = p.table == nullptr;
+  const ScheduleEntry* table = own ? producer.shared.table() : p.table;
+  const int count = own ? kTableSequences : p.batch;
+  const ScheduleEntry& total = table[count];
+  if (index >= total.first_item) return false;
+  producer.take(table[find_entry(table, count, index)], index, grouping_of(total));
+  return true;
+}
+
+MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
+  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table());
+  Producer producer{p, shared, shared.draft()};
+#pragma unroll 1
+  for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) producer.load();
+  producer.finish();
+  // The last thread block leaves the counters as it found them.
+  if (producer.lead()) {
+    __threadfence();
+    if (atomicAdd(&p.counters[1], 1) == nctaid_x() - 1) {
+      p.counters[0] = 0;
+      p.counters[1] = 0;
+    }
+  }
+}
