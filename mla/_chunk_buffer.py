@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 
 from mla import quantize
+from mla._check import check_offsets
 from mla._prefill_call import Call
-from mla.gather import Weight, gather_layer, up_project
+from mla.gather import Weight, find_run, up_project
 from mla.kv_cache import PagedKVCache
 from mla.plan import PlanChunk
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, GatherArgs
 
 #: Every part of a workspace begins on such a border, in bytes.
 _PART_ALIGNMENT = 256
@@ -46,12 +47,12 @@ class Extents:
         """Dtype and shape of each part of the workspace: the buffer, and two partial results with their LSE."""
         heads, rows, width = self.heads, self.rows, self.nope + self.v_dim
         result: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name in ("so_far", "part"):
+        for name in ("so_far", "part") if self.partial else ():
             result[name] = torch.float32, (self.partial, heads, self.v_dim)
             result[f"{name}_lse"] = torch.float32, (self.partial, heads)
         if self.fp8 is None:
             result["latent"] = self.dtype, (rows, KV_LORA_RANK)
-            result["projected"] = self.dtype, (rows * heads * width,)
+            result["projected"] = self.dtype, (rows, heads * width)
             return result
         padded = round_up(rows, _V_ROW_MULTIPLE)
         result["latent"] = self.dtype, (padded + 1, KV_LORA_RANK)
@@ -59,7 +60,7 @@ class Extents:
             result["projected"] = self.dtype, (padded * heads * max(self.nope, self.v_dim),)
             result["weight"] = self.dtype, (heads * width, KV_LORA_RANK)
         else:
-            result["projected"] = self.dtype, (padded * heads * width,)
+            result["projected"] = self.dtype, (padded, heads * width)
         result["k"] = self.fp8, (rows, heads, self.nope)
         result["k_scales"] = torch.float32, (rows, 1)
         result["v"] = self.fp8, (padded * heads * self.v_dim,)
@@ -84,6 +85,18 @@ class Extents:
             views[name] = workspace[offset : offset + size].view(dtype).view(shape)
             offset += round_up(size, _PART_ALIGNMENT)
         return views
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys, to be merged."""
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+    @staticmethod
+    def of(parts: Parts, name: str, rows: int) -> Partial:
+        """Return the first rows of a part."""
+        return Partial(parts[name][:rows], parts[f"{name}_lse"][:rows])
 
 
 class Queries(NamedTuple):
@@ -114,6 +127,7 @@ class Buffer:
             call.k_rope, call.target, weight, extents, parts,
         )  # fmt: skip
         self.queries = Queries(call.q)
+        self._gather = find_run(self.cache, parts["latent"], self.target)
 
     def begin(self) -> None:
         """Launch what is done once, before the first chunk."""
@@ -126,16 +140,23 @@ class Buffer:
 
     def fill(self, chunk: PlanChunk) -> None:
         """Gather a chunk and project it up."""
-        latent = self.parts["latent"][: chunk.max_length]
-        gather_layer(
-            chunk.buffer_row_offsets, chunk.cache_offsets, chunk.buffer_length, self.cache, latent, self.target
-        )
-        up_project(latent, self.weight, self._heads(chunk.max_length).view(chunk.max_length, -1))
+        n = chunk.max_length
+        up_project(self._latent(chunk, n, chunk.buffer_length), self.weight, self._projected(n))
+
+    def _latent(self, chunk: PlanChunk, rows: int, length: int | torch.Tensor) -> torch.Tensor:
+        """Gather `length` rows into the first `rows` of the latent buffer and return these."""
+        latent = self.parts["latent"][:rows]
+        check_offsets(chunk.buffer_row_offsets, "buffer_row_offsets", rows, "the buffer")
+        self._gather(GatherArgs(chunk.buffer_row_offsets, chunk.cache_offsets, length, self.cache, latent))
+        return latent
+
+    def _projected(self, rows: int) -> torch.Tensor:
+        """Return the up-projection [rows, H * (dn + dv)]."""
+        return self.parts["projected"][:rows]
 
     def _heads(self, rows: int) -> torch.Tensor:
         """Return the up-projection as [rows, H, dn + dv]."""
-        heads, width = self.extents.heads, self.extents.nope + self.extents.v_dim
-        return self.parts["projected"][: rows * heads * width].view(rows, heads, width)
+        return self._projected(rows).view(rows, self.extents.heads, -1)
 
 
 class Fp8Buffer(Buffer):
@@ -179,11 +200,10 @@ class Fp8Buffer(Buffer):
         """Gather a chunk, project it up and quantise it."""
         n = chunk.max_length
         padded = round_up(n, _V_ROW_MULTIPLE)
-        latent = self.parts["latent"][:padded]
-        gather_layer(chunk.buffer_row_offsets, chunk.cache_offsets, padded, self.cache, latent, self.target)
+        latent = self._latent(chunk, padded, padded)
         self._clear_leftovers(chunk, padded)
         if not self.extents.v_transposed:
-            up_project(latent[:n], self.weight, self._heads(n).view(n, -1))
+            up_project(latent[:n], self.weight, self._projected(n))
             keys, values = self._heads(n).split((self.extents.nope, self.extents.v_dim), 2)
             self._quantize_keys(keys)
             self._quantize_values(values, self._values(self.parts["v"], n))

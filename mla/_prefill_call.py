@@ -96,6 +96,16 @@ def launch(call: Call, stream: Stream | None) -> None:
     if torch.compiler.is_compiling():
         _trace(call, stream)
         return
+    form = judge(call)
+    with stream_scope(call.q.device, stream):
+        form.run(canonical(call, form))
+
+
+def judge(call: Call) -> Form:
+    """Return the form of a call; raise whatever is wrong with it, as far as that costs no look at values.
+
+    A form also serves calls that differ in the rows of their tensors alone.
+    """
     form = find_form(call)
     if torch.is_grad_enabled():
         _refuse_gradients(call)
@@ -104,8 +114,7 @@ def launch(call: Call, stream: Stream | None) -> None:
     if not math.isfinite(call.scale) or not 0 <= call.softcap < math.inf:
         name, value = ("softcap", call.softcap) if math.isfinite(call.scale) else ("scale", call.scale)
         raise ArgumentError(f"{name} must be a finite number{' >= 0' * (name == 'softcap')}, got {value}")
-    with stream_scope(call.q.device, stream):
-        form.run(canonical(call, form))
+    return form
 
 
 def _trace(call: Call, stream: Stream | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,18 +22,19 @@ from mla._check import (
     require_shape,
     require_tensor,
 )
-from mla._chunk_buffer import Extents, make_buffer
+from mla._chunk_buffer import Extents, Partial, make_buffer
 from mla._chunk_groups import Groups
 from mla._launch import Stream, stream_scope, traced_target
-from mla._prefill_call import Call, find_form, launch
+from mla._prefill_call import Call, Form, canonical, judge
 from mla._prefill_check import require_fp8_format
+from mla.dispatch import Runner
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.gather import Weight
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask, as_mask
-from mla.merge import merge_attn_states
+from mla.merge import find_run as find_merge
 from mla.plan import PrefillPlan, check_buffer_token_size, make_plan
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, MergeArgs
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -137,7 +138,7 @@ def chunked_prefill(
     require_tensor(input_row_offsets, "input_row_offsets", 1)
     cache = kv_collection.layer(layer_idx)
     extents = find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype)
-    require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
+    require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None, output=output)
     if lse_layout not in ("TH", "HT"):
         raise ArgumentError(f"lse_layout must be 'TH' or 'HT', got {lse_layout!r}")
     lse = None
@@ -277,8 +278,9 @@ def find_extents(
         ):
             if have != want:
                 raise ShapeError(f"plan was made for {have} {name}, kv_collection has {want}")
+        require_device(plan.buffer_lengths, "plan", cache.device)
         buffer_token_size = plan.buffer_token_size
-    extents = Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, partial=total)
+    extents = Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, partial=max(total, 1))
     if attention_dtype is None or attention_dtype == q.dtype:
         return extents
     return replace(
@@ -317,6 +319,41 @@ def _fetch_lengths(cache: PagedKVCache, offsets: torch.Tensor) -> tuple[torch.Te
     return both[: cache.batch_size], both[cache.batch_size :]
 
 
+class _Kernels:
+    """The launches of one job: what they have in common is looked at once for each kind, not for each chunk.
+
+    A tensor of one row has a kind of its own, for its stride does not count in an alignment.
+    """
+
+    def __init__(self, target: str | Target) -> None:
+        self._target = target
+        self._forms: dict[Hashable, Form] = {}
+        self._merges: dict[Hashable, Runner] = {}
+
+    def judge(self, call: Call) -> Form:
+        """Return the form of a call; raise whatever is wrong with it."""
+        kind = call.output.dtype, call.lse is None, call.sinks is None, call.q.shape[0] == 1
+        form = self._forms.get(kind)
+        if form is None:
+            form = self._forms[kind] = judge(call)
+        return form
+
+    def attend(self, call: Call) -> None:
+        """Launch a call."""
+        form = self.judge(call)
+        form.run(canonical(call, form))
+
+    def merge(self, args: MergeArgs) -> None:
+        """Launch a merge."""
+        output, lse = args.output, args.output_lse
+        kind = output.dtype, lse is None, output.data_ptr() & 15, output.shape[0] == 1
+        run = self._merges.get(kind)
+        if run is None:
+            sides = args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse
+            run = self._merges[kind] = find_merge(output, *sides, lse, "TH", self._target)
+        run(args)
+
+
 def _attend_groups(
     call: Call, plan: PrefillPlan, groups: Groups, weight: Weight, extents: Extents, workspace: torch.Tensor | None
 ) -> None:
@@ -326,35 +363,32 @@ def _attend_groups(
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = replace(extents, rows=rows, partial=groups.most_parted_rows)
     parts = extents.allocate(workspace, call.q.device)
-    buffer = make_buffer(call, weight, extents, parts)
+    buffer, kernels = make_buffer(call, weight, extents, parts), _Kernels(call.target)
     in_buffer = -1
     for group, row_offsets in zip(groups.groups, groups.row_offsets.unbind(), strict=True):
-        chunk = chunks[group.chunk]
+        chunk, rows_of_q, whole = chunks[group.chunk], slice(group.first, group.last), group.starts and group.ends
         buffer.point(call, chunk)
         call.valid_length = row_offsets
         call.sinks = sinks if group.starts else None
-        rows_of_q, n = slice(group.first, group.last), group.last - group.first
-        so_far, so_far_lse = parts["so_far"][:n], parts["so_far_lse"][:n]
-        part, part_lse = parts["part"][:n], parts["part_lse"][:n]
-        if group.starts and group.ends:
+        if whole:
             buffer.queries.enter(call)
             call.output, call.lse = output, lse
         else:
             buffer.queries.rows(rows_of_q).enter(call)
-            call.output, call.lse = (so_far, so_far_lse) if group.starts else (part, part_lse)
+            so_far, part = (Partial.of(parts, name, group.last - group.first) for name in ("so_far", "part"))
+            call.output, call.lse = so_far if group.starts else part
         if in_buffer < 0:
-            find_form(call)  # whatever is wrong is said before the first launch
+            kernels.judge(call)  # whatever is wrong is said before the first launch
             buffer.begin()
         if in_buffer != group.chunk:
             buffer.fill(chunk)
             in_buffer = group.chunk
-        launch(call, None)
-        if group.starts:
-            continue
-        merged, merged_lse = (output[rows_of_q], lse) if group.ends else (so_far, so_far_lse)
-        if group.ends and lse is not None:
-            merged_lse = lse[rows_of_q]
-        merge_attn_states(merged, so_far, so_far_lse, part, part_lse, merged_lse, target=call.target)
+        kernels.attend(call)
+        if not group.starts:
+            merged: tuple[torch.Tensor, torch.Tensor | None] = so_far
+            if group.ends:
+                merged = output[rows_of_q], None if lse is None else lse[rows_of_q]
+            kernels.merge(MergeArgs(merged[0], *so_far, *part, merged[1]))
 
 
 def _attend_all(
@@ -368,31 +402,31 @@ def _attend_all(
     """Work through the chunks with all rows of q: the first result has the sinks, the others are merged into it."""
     chunks = list(plan.chunks())
     output, lse, sinks = call.output, call.lse, call.sinks
-    several = len(chunks) > 1
+    several, last = len(chunks) > 1, len(chunks) - 1
     rows = max((chunk.max_length for chunk in chunks), default=0)
-    extents = replace(extents, rows=rows, partial=extents.total if several else 0)
+    extents = replace(extents, rows=rows, partial=max(extents.total, 1) if several else 0)
     parts = extents.allocate(workspace, call.q.device)
-    so_far, part, so_far_lse, part_lse = (parts[name] for name in ("so_far", "part", "so_far_lse", "part_lse"))
-    buffer = make_buffer(call, weight, extents, parts)
+    buffer, kernels = make_buffer(call, weight, extents, parts), _Kernels(call.target)
     buffer.queries.enter(call)
+    if several:
+        so_far, part = (Partial.of(parts, name, extents.total) for name in ("so_far", "part"))
     for i, chunk in enumerate(chunks):
         buffer.point(call, chunk)
         call.sinks = sinks if i == 0 else None
         if several:
-            call.output, call.lse = (so_far, so_far_lse) if i == 0 else (part, part_lse)
+            call.output, call.lse = so_far if i == 0 else part
         if i == 0:
-            find_form(call)  # whatever is wrong is said before the first launch
+            kernels.judge(call)  # whatever is wrong is said before the first launch
             buffer.begin()
             if several and keep_rows:  # rows of no sequence: what is there, merged with nothing
-                so_far.copy_(output)
-                so_far_lse.zero_()
-                part_lse.fill_(-math.inf)
+                so_far.output.copy_(output)
+                so_far.lse.zero_()
+                part.lse.fill_(-math.inf)
         buffer.fill(chunk)
-        launch(call, None)
+        kernels.attend(call)
         if i:
-            last = i == len(chunks) - 1
-            merged, merged_lse = (output, lse) if last else (so_far, so_far_lse)
-            merge_attn_states(merged, so_far, so_far_lse, part, part_lse, merged_lse, target=call.target)
+            merged, merged_lse = (output, lse) if i == last else so_far
+            kernels.merge(MergeArgs(merged, *so_far, *part, merged_lse))
     call.output, call.lse = output, lse
 
 
@@ -409,8 +443,8 @@ def _spoil_cut_sequences(call: Call, plan: PrefillPlan) -> None:
     held = plan.cache_offsets[-1] + plan.buffer_row_offsets[-1].diff()
     cut = held < call.k_rope.total_lengths(offsets)
     row = torch.arange(call.q.shape[0], dtype=torch.int32, device=offsets.device)
-    sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=plan.batch_size - 1)
-    spoilt = cut[sequence] & (row >= offsets[0]) & (row < offsets[-1])
+    # Rows before the first sequence are in place 0, those behind the last in place B + 1.
+    spoilt = torch.nn.functional.pad(cut, (1, 1))[torch.searchsorted(offsets, row, right=True)]
     call.output.masked_fill_(spoilt.view(-1, 1, 1), math.nan)
     if call.lse is not None:
         call.lse.masked_fill_(spoilt.view(-1, 1), math.nan)

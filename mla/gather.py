@@ -157,14 +157,8 @@ def gather_layer(
             None if known else buffer_length, *cache.operands, traced_target(target, stream),
         )  # fmt: skip
         return
-    aligned_to = min(cache.alignment, alignment(k_latent_buffer))
-    key = (cache.signature, target, aligned_to, *signature(k_latent_buffer))
-    run = _runs.get(key)
-    if run is None:
-        run = _runs.remember(key, _validated(cache, k_latent_buffer, aligned_to, target))
+    run = find_run(cache, k_latent_buffer, target)
     device, rows = k_latent_buffer.device, k_latent_buffer.shape[0]
-    if is_capturing(device):
-        cache.check_capturable()
     row_offsets = as_index(buffer_row_offsets_1d, "buffer_row_offsets_1d", cache.batch_size + 1, device)
     offsets = as_index(cache_offsets_1d, "cache_offsets_1d", cache.batch_size, device)
     check_offsets(buffer_row_offsets_1d, "buffer_row_offsets_1d", rows, "k_latent_buffer")
@@ -174,6 +168,18 @@ def gather_layer(
         return
     with stream_scope(device, stream):
         run(GatherArgs(row_offsets, offsets, length, cache, k_latent_buffer))
+
+
+def find_run(cache: PagedKVCache, k_latent_buffer: torch.Tensor, target: str | Target) -> Runner:
+    """Return what serves a gather into such a buffer or fewer rows; checks it when it has not met its like."""
+    aligned_to = min(cache.alignment, alignment(k_latent_buffer))
+    key = (cache.signature, target, aligned_to, *signature(k_latent_buffer))
+    run: Runner | None = _runs.get(key)
+    if run is None:
+        run = _runs.remember(key, _validated(cache, k_latent_buffer, aligned_to, target))
+    if is_capturing(k_latent_buffer.device):
+        cache.check_capturable()
+    return run
 
 
 def up_project(latent: torch.Tensor, weight: Weight, output: torch.Tensor) -> None:

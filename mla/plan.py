@@ -97,6 +97,14 @@ class PrefillPlan:
     row_offsets_cpu: torch.Tensor | None = None
     groups: Groups | None = field(default=None, repr=False)  # kept by Groups.of
     _lengths_and_required: torch.Tensor | None = field(default=None, repr=False)
+    _chunks: tuple[int | None, tuple[PlanChunk, ...]] | None = field(default=None, repr=False)  # of this total_rows
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_row_offsets", "cache_offsets", "buffer_lengths", "required_chunks"):
+            table = getattr(self, name)
+            require_dtype(table, name, (torch.int32,))
+            if not table.is_contiguous():
+                raise ShapeError(f"{name} must be contiguous, got strides {table.stride()}")
 
     @property
     def host_lengths(self) -> tuple[int, ...] | None:
@@ -134,20 +142,25 @@ class PrefillPlan:
         self.total_rows = sum(lengths[:required])
 
     def chunks(self) -> Iterator[PlanChunk]:
-        """Yield the chunks to work through, without a sync.
+        """Return the chunks to work through, without a sync.
 
         Where the host does not know how many are needed, these are all C; the length of each is then a device tensor,
         and the chunks past the last needed one are empty.
         """
-        known = self.host_lengths
-        for c in range(self.max_chunks if known is None else len(known)):
-            yield PlanChunk(
-                c,
-                self.buffer_row_offsets[c],
-                self.cache_offsets[c],
-                self.buffer_lengths[c : c + 1] if known is None else known[c],
-                self.buffer_token_size if known is None else known[c],
+        if self._chunks is None or self._chunks[0] != self.total_rows:
+            lengths: Sequence[int | torch.Tensor] | None = self.host_lengths
+            if lengths is None:
+                lengths = self.buffer_lengths.split(1)
+            tables = zip(lengths, self.buffer_row_offsets.unbind(), self.cache_offsets.unbind())  # noqa: B905
+            size = self.buffer_token_size
+            self._chunks = (
+                self.total_rows,
+                tuple(
+                    PlanChunk(number, rows, offsets, length, length if isinstance(length, int) else size)
+                    for number, (length, rows, offsets) in enumerate(tables)
+                ),
             )
+        return iter(self._chunks[1])
 
 
 def generic_flare_mla_prefill_ragged_paged_plan(

@@ -16,7 +16,9 @@ import mla
 from mla import masks
 from mla._chunk_buffer import Extents
 from mla._chunk_groups import Group, split
+from mla.chunked import _Kernels
 from mla.plan import prefill_plan
+from mla.problem import MergeArgs
 from tests.support.paged import offsets_of
 from tests.support.tolerance import assert_lse, assert_output
 from tests.unit.test_chunked import HEADS, SCALE, expect, job
@@ -62,13 +64,14 @@ def test_only_rows_that_cross_a_border_are_merged(given: str) -> None:
     data, q, weight = job(LENGTHS)
     merged: list[int] = []
 
-    def count(output: torch.Tensor, *rest: Any, **more: Any) -> None:
-        merged.append(output.shape[0])
-        mla.merge_attn_states(output, *rest, **more)
+    def count(kernels: _Kernels, args: MergeArgs) -> None:
+        merged.append(args.output.shape[0])
+        merge(kernels, args)
 
+    merge = _Kernels.merge
     totals = [c + n for c, n in LENGTHS]
     more = {"seq_lens_cpu": totals} if given != "nothing" else {}
-    with mock.patch("mla.chunked.merge_attn_states", count):
+    with mock.patch.object(_Kernels, "merge", count):
         out, lse = mla.chunked_prefill(
             q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, buffer_token_size=96,
             return_lse=True, target="cpu", **more,

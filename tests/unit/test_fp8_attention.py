@@ -11,8 +11,9 @@ import torch
 import mla
 from mla import DTypeError, masks, reference
 from mla._check import alignment
-from mla._prefill_call import Call, launch
+from mla._prefill_call import Call, Form, canonical
 from mla.kv_cache import PagedKVCacheCollection
+from mla.problem import PrefillArgs
 from tests.support.paged import PagedData, make_paged, offsets_of
 from tests.support.replay_step import Step, Tape
 from tests.support.tolerance import assert_lse, assert_output
@@ -100,11 +101,11 @@ def test_leftovers_in_pages_and_workspaces_change_no_bit(weight_is: str) -> None
 def test_values_are_projected_transposed_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Call] = []
 
-    def watch(call: Call, stream: None) -> None:
+    def watch(call: Call, form: Form) -> PrefillArgs:
         seen.append(call)
-        launch(call, stream)
+        return canonical(call, form)
 
-    monkeypatch.setattr("mla.chunked.launch", watch)
+    monkeypatch.setattr("mla.chunked.canonical", watch)
     data, q, weight = job(page_size=1)
     run(data, q, weight, 1000)
     (call,) = seen
