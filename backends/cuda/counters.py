@@ -1,4 +1,4 @@
-"""The words by which the thread blocks of a launch share out its work."""
+"""The words by which the thread blocks of a launch share out and bring together its work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from mla.backends.cuda import compiler
 from mla.backends.cuda.runtime import check, driver
 
-_WORDS = 2
+_WORDS = 1 << 16
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Counters:
-    """Two int32 words of a stream, in memory that the driver gives and that stays.
+    """Int32 words of a stream, in memory that the driver gives and that stays.
 
     Not a tensor: torch may be filling the pool of a CUDA graph, as while ``torch.compile`` warms one up, and what
     outlives the call there is taken for an error and written over.
@@ -41,14 +41,14 @@ class Counters:
 _of_streams: dict[tuple[int, int], Counters] = {}
 
 
-def counters_of(device: torch.device) -> Counters | torch.Tensor:
-    """Return two zeroed counters, to be kept until the launch.
+def counters_of(device: torch.device, words: int = 2) -> Counters | torch.Tensor:
+    """Return zeroed counters, at most 65,536, to be kept until the launch.
 
-    Kernels leave them zero, so that a pair serves a stream. A captured graph, which may be replayed on any stream, has
+    Kernels leave them zero, so that the same serve a stream. A captured graph, which may be replayed on any stream, has
     its own, zeroed by the graph.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_WORDS, dtype=torch.int32, device=device)
+        return torch.zeros(words, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     counters = _of_streams.get(key)
     if counters is None:

@@ -16,8 +16,9 @@ from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.counters import counters_of
 from mla.backends.cuda.params import C_TYPES, PAGE_SIZES
 from mla.backends.cuda.prefill_fp8_sm90_block import PrefillParams
-from mla.backends.cuda.prefill_sm90 import TABLE_SEQUENCES, TILES_MAX, schedule_spec
+from mla.backends.cuda.prefill_sm90 import TILES_MAX, schedule_spec
 from mla.backends.cuda.prefill_sm90_block import ScheduleParams
+from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES
 from mla.errors import ShapeError
 from mla.mask_expr import postorder
 from mla.masks import CausalMask
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from mla.masks import MaskProgram
 
 _BLOCK_N = 128
-_ENTRY_BYTES = 32
 _ITEM_BYTES = 48
 
 
@@ -75,7 +75,7 @@ class Tile:
         values = self.stages_v * _BLOCK_N * (128 + 8 * ones) + self.stages_raw * _BLOCK_N * 128
         scales = self.stages_k * (2 + value_scales) * _BLOCK_N * 4
         scales += 4 * 64 * self.row_groups
-        small = self.stages_k * (2 * 16 + 32) + 3 * self.row_groups * _ITEM_BYTES + (TABLE_SEQUENCES + 1) * _ENTRY_BYTES
+        small = self.stages_k * (2 * 16 + 32) + 3 * self.row_groups * _ITEM_BYTES + (TABLE_SEQUENCES + 1) * ENTRY_BYTES
         barriers = 2 * self.row_groups + 3 * self.stages_k + 2 * self.stages_v + 2 * self.stages_raw
         return 1024 + rows + values + scales + small + 8 * barriers + 8
 
@@ -201,7 +201,7 @@ class PrefillFp8Sm90:
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
         """Return the bytes of the order of work of a large batch; small ones need none."""
-        return (B + 1) * _ENTRY_BYTES if B > TABLE_SEQUENCES else 0
+        return (B + 1) * ENTRY_BYTES if B > TABLE_SEQUENCES else 0
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
@@ -229,7 +229,8 @@ class PrefillFp8Sm90:
                 return
             if args.k.shape[0] > TILES_MAX * _BLOCK_N:
                 raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * _BLOCK_N}")
-            block = blocks.make(args, _BLOCK_N, counters_of(args.q.device))
+            counters = counters_of(args.q.device)  # kept until the launch
+            block = blocks.make(args, _BLOCK_N, counters)
             grid = min(processors, (-(-rows // 64) + batch) * heads)
             ordered = batch > TABLE_SEQUENCES
             if ordered:

@@ -16,6 +16,7 @@ from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.counters import counters_of
 from mla.backends.cuda.params import C_TYPES, usual_prefills
 from mla.backends.cuda.prefill_sm90_block import PrefillParams, ScheduleParams
+from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, PROCESSORS_MAX, TABLE_SEQUENCES, Workspace
 from mla.errors import ShapeError
 from mla.mask_expr import postorder
 from mla.problem import PrefillArgs, Problem
@@ -24,12 +25,9 @@ if TYPE_CHECKING:
     from mla.backends.cuda.runtime import Kernel
     from mla.masks import MaskProgram
 
-#: Sequences of a batch whose order each thread block works out by itself; more are ordered by a kernel of their own.
-TABLE_SEQUENCES = 32
 #: Key tiles of a sequence that the tag of a stage can count.
 TILES_MAX = 1 << 18
 
-_ENTRY_BYTES = 32
 _ITEM_BYTES = 48
 _ROPE_WARPS = 3
 _SCHEDULE_THREADS = 1024
@@ -72,7 +70,7 @@ class Tile:
         if self.stages_v == 1:  # room for a second stage, in the place of a row group's Q
             values += max(0, 2 * (self.block_n * v_head_dim - 64 * q_depth))
         items = 3 * self.row_groups * _ITEM_BYTES
-        table = (TABLE_SEQUENCES + 1) * _ENTRY_BYTES
+        table = (TABLE_SEQUENCES + 1) * ENTRY_BYTES
         barriers = 2 * self.row_groups + 2 * self.stages_k + 2 * 2 + _ROPE_WARPS
         return 1024 + rows + values + items + table + _ROPE_WARPS * 16 + self.stages_k * 8 + 8 * barriers
 
@@ -179,6 +177,12 @@ def schedule_spec(problem: Problem) -> KernelSpec:
     )
 
 
+def workspace_of(problem: Problem, *, T: int, L: int, B: int, H: int) -> Workspace:
+    """Return what a call of these extents needs."""
+    row_groups = tile_of(problem).row_groups
+    return Workspace.of(T=T, L=L, B=B, H=H, v_head_dim=problem.v_head_dim, row_groups=row_groups)
+
+
 class PrefillSm90:
     """Prefill by TMA and wgmma; q, k, v, rope and output with addresses and strides of 16 bytes."""
 
@@ -201,8 +205,8 @@ class PrefillSm90:
 
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
-        """Return the bytes of the order of work of a large batch; small ones need none."""
-        return (B + 1) * _ENTRY_BYTES if B > TABLE_SEQUENCES else 0
+        """Return the bytes of the order of work of a large batch and of results of parts of long sequences."""
+        return workspace_of(problem, T=T, L=L, B=B, H=H).bytes
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
@@ -233,26 +237,33 @@ class PrefillSm90:
                 return
             if args.k.shape[0] > TILES_MAX * block_n:
                 raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * block_n}")
-            counters = counters_of(args.q.device)
+            space = workspace_of(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
+            counters = counters_of(args.q.device, 2 + space.arrivals)
             key = (counters.data_ptr(), *blocks.contents(args))
             block = made.get(key)
             if block is None:
                 block = blocks.make(args, block_n, counters)
+                block.processors = min(processors, PROCESSORS_MAX)
                 if len(made) >= _BLOCKS_MAX:
                     made.clear()
                 if not args.mask.biases:
                     made[key] = block
-            grid = min(processors, (-(-rows // 64) + batch) * heads)
-            ordered = batch > TABLE_SEQUENCES
-            if ordered:
+            grid = processors if space.slots else min(processors, (-(-rows // 64) + batch) * heads)
+            if space.bytes:
                 workspace = args.workspace
                 if workspace is None:
-                    need = PrefillSm90.workspace_bytes(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
-                    workspace = torch.empty(need, dtype=torch.uint8, device=args.q.device)
+                    workspace = torch.empty(space.bytes, dtype=torch.uint8, device=args.q.device)
                 block = PrefillParams.from_buffer_copy(block)
-                block.table = workspace.data_ptr()
-                schedule().launch(ScheduleParams(block.sequences, block.table, batch, heads, grid), 1)
+                block.table, arrivals, block.slots = space.places(workspace.data_ptr())
+                if space.ordered:
+                    block.arrivals = arrivals
+                    schedule().launch(
+                        ScheduleParams(
+                            block.sequences, block.table, batch, heads, grid, block.processors, block.arrivals
+                        ),
+                        1,
+                    )
             variant = Variant(args.cache_offsets is not None, args.softmax_scale > 0.0)
-            kernel(variant, ordered).launch(block, grid)
+            kernel(variant, space.ordered).launch(block, grid)
 
         return run

@@ -26,7 +26,15 @@ _BLOCK = 64
 class ScheduleParams(Structure):
     """Parameter block of ``sm90/prefill_schedule.cu``."""
 
-    _fields_ = [("sequences", SequenceArgs), ("table", c_void_p), ("batch", c_int), ("heads", c_int), ("grid", c_int)]
+    _fields_ = [
+        ("sequences", SequenceArgs),
+        ("table", c_void_p),
+        ("batch", c_int),
+        ("heads", c_int),
+        ("grid", c_int),
+        ("processors", c_int),
+        ("arrivals", c_void_p),
+    ]
 
 
 class PrefillParams(Structure):
@@ -47,6 +55,8 @@ class PrefillParams(Structure):
             ("sinks", c_void_p),
             ("table", c_void_p),
             ("counters", c_void_p),
+            ("arrivals", c_void_p),
+            ("slots", c_void_p),
             ("output_stride_t", c_longlong),
             ("output_stride_h", c_longlong),
             ("lse_stride_t", c_longlong),
@@ -56,6 +66,7 @@ class PrefillParams(Structure):
             ("softcap_logit", c_float),
             ("batch", c_int),
             ("heads", c_int),
+            ("processors", c_int),
         ]
     )
 
@@ -87,7 +98,7 @@ def contents(args: PrefillArgs) -> tuple[object, ...]:
 
 
 def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
-    """Fill in a parameter block, apart from its table."""
+    """Fill in a parameter block, apart from what lies in the workspace."""
     logit_scale = args.softmax_scale * math.log2(math.e)
     block = PrefillParams()
     q, output, lse = args.q, args.output, args.lse
@@ -105,6 +116,7 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
         block.lse_stride_t, block.lse_stride_h = lse.stride()
     block.sinks = params.pointer(args.sinks)
     block.counters = counters.data_ptr()
+    block.arrivals = block.counters + 8  # behind the two of the launch itself
     block.logit_scale = logit_scale
     if args.softcap:
         block.softcap_scale = 2.0 * logit_scale / args.softcap

@@ -36,28 +36,35 @@ static SequenceArgs sequences(const int* q, const int* k) {
   args.cu_seqlens_k = k;
   return args;
 }
-// Writes (sequence, head, block) of each row group of each item, -1 where it has none, and the sequence's key count.
+// Writes (sequence, head, block, part, slot) of each row group of each item, block -1 where it has none, and the key
+// count and parts of the sequence.
 static void decode(const ScheduleEntry* table, int count, int heads, int items, int* out) {
   const Grouping grouping = grouping_of(table[count]);
   for (int item = 0; item < items; item++) {
     const ScheduleEntry& entry = table[find_entry(table, count, item)];
     const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
-    const TilePosition at = tile_position(item - entry.first_item, tiles, entry.n_keys, heads);
+    const int own = item - entry.first_item;
+    const TilePosition at = tile_position(own / entry.parts, tiles, entry.n_keys, heads);
     for (int group = threadIdx.x; group < kRowGroups; group += 32) {
       const int block = block_of(group, at.tile, tiles, blocks, grouping);
-      int* to = out + 4 * (item * kRowGroups + group);
-      to[0] = entry.sequence, to[1] = at.head;
-      to[2] = block < blocks ? block : -1, to[3] = entry.n_keys;
+      int* to = out + 7 * (item * kRowGroups + group);
+      to[0] = entry.sequence, to[1] = at.head, to[2] = block < blocks ? block : -1, to[3] = own % entry.parts;
+      to[4] = slot_of(entry, block, at.head, heads) + to[3], to[5] = entry.n_keys, to[6] = entry.parts;
     }
   }
 }
-extern "C" int order(const int* q, const int* k, int batch, int heads, int grid, int* grouping, int* out) {
+extern "C" int parts(int new_, int n_keys, int heads, int processors) {
+  return parts_of(new_, n_keys, heads, processors);
+}
+extern "C" int order(const int* q, const int* k, int batch, int heads, int grid, int processors, int* arrivals,
+                     int* grouping, int* out) {
   std::vector<ScheduleEntry> table(batch <= kTableSequences ? kTableSequences + 1 : batch + 1);
   const int count = int(table.size()) - 1;
   if (batch <= kTableSequences) {
-    host_run(32, [&] { build_table(sequences(q, k), batch, heads, grid, table.data()); });
+    host_run(32, [&] { build_table(sequences(q, k), batch, heads, grid, table.data(), processors); });
   } else {
-    host_run(MLA_THREADS, [&] { mla_prefill_schedule({sequences(q, k), table.data(), batch, heads, grid}); });
+    const ScheduleParams params{sequences(q, k), table.data(), batch, heads, grid, processors, arrivals};
+    host_run(MLA_THREADS, [&] { mla_prefill_schedule(params); });
   }
   const ScheduleEntry& total = table[count];
   grouping[0] = grouping_of(total).size, grouping[1] = grouping_of(total).spread;
@@ -74,15 +81,23 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def order_of(
-    schedule: ctypes.CDLL, new: list[int], keys: list[int], heads: int, grid: int
-) -> tuple[tuple[int, int], list[list[tuple[int, int, int, int]]]]:
-    """Return (blocks an item, spread) and, for each item, (sequence, head, block, key count) of each row group."""
+    schedule: ctypes.CDLL, new: list[int], keys: list[int], heads: int, grid: int, processors: int = 0
+) -> tuple[tuple[int, int], list[list[tuple[int, ...]]]]:
+    """Return (blocks an item, spread) and of each row group of each item
+    (sequence, head, block, part, slot, key count, parts)."""
     offsets = [torch.tensor([3, *x], dtype=torch.int32).cumsum(0).int() for x in (new, keys)]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in offsets]
     grouping = (ctypes.c_int * 2)()
-    count = schedule.order(*pointers, len(new), heads, grid, grouping, None)
-    out = torch.full((count, 3, 4), -7, dtype=torch.int32)
-    assert schedule.order(*pointers, len(new), heads, grid, grouping, ctypes.c_void_p(out.data_ptr())) == count
+    slots = prefill_sm90.workspace_of(CAUSAL, T=sum(new), L=sum(keys), B=len(new), H=heads).slots
+    arrivals = torch.full((slots + 1,), -9, dtype=torch.int32)
+    sizes = (len(new), heads, grid, processors, ctypes.c_void_p(arrivals.data_ptr()), grouping)
+    count = schedule.order(*pointers, *sizes, None)
+    out = torch.full((count, 3, 7), -7, dtype=torch.int32)
+    assert schedule.order(*pointers, *sizes, ctypes.c_void_p(out.data_ptr())) == count
+    used = {slot for item in out.tolist() for *_, block, _, slot, _, parts in item if block >= 0 and parts > 1}
+    assert used == set(range(len(used))) and len(used) <= slots, "slots are dense and fit the workspace"
+    if len(new) > 32:
+        assert arrivals[: len(used)].eq(0).all() and arrivals[len(used) :].eq(-9).all(), "zeroed as far as used"
     return (grouping[0], grouping[1]), [[tuple(group) for group in item] for item in out.tolist()]
 
 
@@ -95,26 +110,34 @@ def test_every_block_of_rows_is_worked_on_once(schedule: ctypes.CDLL, batch: int
     heads, grid = chosen.choice([1, 3, 5]), chosen.choice([1, 5, 132])
     new = [chosen.choice([0, 1, chosen.randint(0, longest)]) for _ in range(batch)]
     keys = [chosen.randint(0, 4 * longest) for _ in range(batch)]
-    grouping, items = order_of(schedule, new, keys, heads, grid)
-    done = Counter((b, h, block) for item in items for b, h, block, _ in item if block >= 0)
-    wanted = {(b, h, block) for b, n in enumerate(new) for h in range(heads) for block in range(-(-n // 64))}
+    processors = chosen.choice([0, grid])
+    grouping, items = order_of(schedule, new, keys, heads, grid, processors)
+    done = Counter((b, h, block, part) for item in items for b, h, block, part, *_ in item if block >= 0)
+    wanted = {
+        (b, h, block, part)
+        for b, n in enumerate(new)
+        for part in range(schedule.parts(n, keys[b], heads, processors))
+        for h in range(heads)
+        for block in range(-(-n // 64))
+    }
     assert set(done) == wanted
     assert not done or set(done.values()) == {1}
     for item in items:
-        assert len({(b, h) for b, h, block, _ in item if block >= 0}) == 1, "an item is of one head of one sequence"
-    counts = [item[0][3] for item in items]
+        assert len({group[:2] for group in item if group[2] >= 0}) == 1, "an item is of one head of one sequence"
+    in_parts = any(item[0][6] > 1 for item in items)
+    counts = [item[0][5] for item in items]
     slack = 1.0 if batch <= 32 else 9 / 8  # buckets are eight to an octave
     assert all(later <= slack * max(earlier, 1) for earlier, later in itertools.pairwise(counts))
-    assert grouping[1] == (len(items) <= grid), "spread exactly where each thread block has one item"
+    assert in_parts or grouping[1] == (len(items) <= grid), "spread exactly where each thread block has one item"
+    assert not in_parts or grouping == (3, 0)
 
 
 def test_a_lone_short_sequence_fills_the_chip_with_balanced_items(schedule: ctypes.CDLL) -> None:
     grouping, items = order_of(schedule, [1024], [1024], 16, 132)
     assert grouping == (2, 1)
     assert len(items) == 128
-    assert {sum(block + 1 for *_, block, _ in item if block >= 0) for item in items} == {
-        17
-    }  # a long one with a short one
+    sums = {sum(block + 1 for _, _, block, *_ in item if block >= 0) for item in items}
+    assert sums == {17}, "a long one with a short one"
 
 
 def test_head_groups_fit_l2(schedule: ctypes.CDLL) -> None:
@@ -129,11 +152,63 @@ def test_head_groups_fit_l2(schedule: ctypes.CDLL) -> None:
     ]
 
 
+def cost(new: int, keys: int, heads: int, parts: int, processors: int) -> int:
+    """Model of a sequence alone: waves of items, each as long as its keys and a constant."""
+    items = -(-new // 192) * heads * parts
+    return -(-items // processors) * (keys // parts + 512 * (parts > 1))
+
+
+@pytest.mark.parametrize(
+    ("new", "keys", "heads", "expected"),
+    [
+        (64, 131072, 16, 8),  # 16 items alone: eight parts fill 128 multiprocessors
+        (1, 131072, 1, 64),  # no part of fewer than 2,048 keys
+        (2048, 16384, 16, 3),  # 1.33 waves become four
+        (2048, 16384, 128, 1),  # 10.67 waves
+        (1024, 1024, 16, 1),
+        (64, 4095, 16, 1),
+        (64, 4096, 16, 2),
+        (0, 131072, 16, 1),
+        (64, 0, 16, 1),
+    ],
+)
+def test_keys_are_split_where_a_sequence_alone_leaves_processors_idle(
+    schedule: ctypes.CDLL, new: int, keys: int, heads: int, expected: int
+) -> None:
+    parts = schedule.parts(new, keys, heads, 132)
+    assert parts == expected
+    if parts > 1:
+        assert cost(new, keys, heads, parts, 132) < cost(new, keys, heads, 1, 132)
+        assert keys // parts >= 2048
+    assert schedule.parts(new, keys, heads, 0) == 1
+
+
 MASK_HARNESS = """
 static void fill(Item& item, const int* values) {
   item = Item{};
   item.rows = values[0], item.q_position = values[1], item.head = values[2], item.sequence = values[3];
   item.start = values[4], item.k_position = values[5], item.n_keys = values[6];
+  item.parts = values[7], item.part = values[8];
+}
+// Tiles of the part from the last to the first; returns how many.
+extern "C" int walk(const MaskArgs* mask, const int* values, int* tiles) {
+  PrefillParams p{};
+  p.mask = *mask;
+  Item items[kRowGroups];
+  for (int group = 0; group < kRowGroups; group++) {
+    fill(items[group], values);
+    if (group > 0) items[group].rows = 0;
+  }
+  int count = 0;
+  host_run(32, [&] {
+    TileWalk walk = walk_of(items[0]);
+    for (int i = 0;; i++) {
+      const uint32_t word = next_tile(p, items, walk);
+      if (threadIdx.x == 0) word == kEndOfAll ? count = i : tiles[i] = tile_in(word);
+      if (word == kEndOfAll) break;
+    }
+  });
+  return count;
 }
 extern "C" unsigned classes(const MaskArgs* mask, const int* values, int tile) {
   PrefillParams p{};
@@ -199,7 +274,7 @@ def test_masks_and_classes_agree_with_the_mask_of_torch(name: str, softcap: floa
         first_row, sequence, head = 64 * chosen.randint(0, 2), chosen.randint(0, 1), chosen.randint(0, 2)
         n_keys = chosen.randint(1, 400)
         tile = chosen.randint(0, (n_keys - 1) // 128)
-        values = (ctypes.c_int * 7)(rows, start + first_row, head, sequence, start, offset, n_keys)
+        values = (ctypes.c_int * 9)(rows, start + first_row, head, sequence, start, offset, n_keys, 1, 0)
         positions = torch.arange(64 * groups) + start + first_row
         keys = torch.arange(128) + 128 * tile
         visible = mask.visible(sequence, head, positions[:, None], keys[None] + offset) & (keys < n_keys)
@@ -240,3 +315,54 @@ def test_masks_and_classes_agree_with_the_mask_of_torch(name: str, softcap: floa
             expected = given
         expected = torch.where(visible[:64], expected, -torch.inf)
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "function"])
+def test_parts_share_the_visible_tiles_in_falling_order(name: str, tmp_path: Path, seed: int) -> None:
+    mask, chosen = MASKS[name], random.Random(seed)
+    problem = Problem("prefill", "bf16", "bf16", rope="ragged", mask=mask.program)
+    library = cuda_host.build(prefill_sm90.prefill_spec(problem, WHOLE), MASK_HARNESS, tmp_path)
+    args, out = mask_code.c_args(mask, torch.device("cpu")), (ctypes.c_int * 4096)()
+    for n_keys, parts in itertools.product((0, 1, 129, chosen.randint(2000, 9000), 3 * 4096 + 1), (1, 2, 3, 7)):
+        start = max(n_keys - chosen.randint(1, 300), 0)
+
+        def tiles_of(*part: int, start: int = start, n_keys: int = n_keys) -> list[int]:
+            values = (ctypes.c_int * 9)(64, start, 0, 0, start, 0, n_keys, *part)
+            return out[: library.walk(ctypes.byref(args), values, out)]
+
+        whole = tiles_of(1, 0)
+        assert whole == sorted(whole, reverse=True)
+        for part in range(parts):
+            assert tiles_of(parts, part) == [tile for tile in whole if tile % parts == part]
+
+
+@pytest.mark.parametrize(
+    ("new", "keys", "heads"),
+    [
+        ([64], [131072], 16),
+        ([2048], [16384], 16),
+        ([1] * 40, [8192] * 40, 16),
+        ([500, 900, 64], [4096, 9000, 30000], 8),
+        ([3000] * 4, [16384] * 4, 5),
+    ],
+)
+def test_the_workspace_holds_every_part(schedule: ctypes.CDLL, new: list[int], keys: list[int], heads: int) -> None:
+    space = prefill_sm90.workspace_of(CAUSAL, T=sum(new), L=sum(keys), B=len(new), H=heads)
+    used = sum(
+        -(-n // 64) * heads * parts
+        for n, k in zip(new, keys, strict=True)
+        if (parts := schedule.parts(n, k, heads, 132)) > 1
+    )
+    assert 0 < used <= space.slots
+    address = 1 << 40 | 4
+    table, arrivals, slots = space.places(address)
+    assert slots % 16 == 0 and slots + space.slots * space.slot_bytes <= address + space.bytes
+    if space.ordered:
+        assert address <= table and table + (len(new) + 1) * 48 <= arrivals and arrivals + 4 * space.slots <= slots
+    else:
+        assert table == 0 and space.arrivals == space.slots < 1 << 16
+
+
+def test_short_sequences_take_no_workspace() -> None:
+    assert prefill_sm90.workspace_of(CAUSAL, T=4095, L=4095, B=3, H=16).bytes == 0
+    assert prefill_sm90.workspace_of(CAUSAL, T=1 << 16, L=1 << 20, B=4, H=512).bytes == 0

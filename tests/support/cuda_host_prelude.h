@@ -23,8 +23,10 @@ static thread_local HostWarp* host_warp;
 static pthread_barrier_t host_block;
 
 struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <typename To, typename From> static inline To host_bits(From from) {
@@ -77,7 +79,17 @@ static inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
 static inline bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
 static inline void __syncwarp() { pthread_barrier_wait(&host_warp->barrier); }
 static inline void __syncthreads() { pthread_barrier_wait(&host_block); }
+static inline int __syncthreads_or(int mine) {
+  static int any;
+  __syncthreads();
+  __atomic_store_n(&any, 0, __ATOMIC_SEQ_CST);
+  __syncthreads();
+  if (mine) __atomic_store_n(&any, 1, __ATOMIC_SEQ_CST);
+  __syncthreads();
+  return __atomic_load_n(&any, __ATOMIC_SEQ_CST);
+}
 static inline void __threadfence() {}
+template <typename T> static inline T __ldcg(const T* from) { return *from; }
 template <typename T, typename U> static inline T atomicAdd(T* at, U more) {
   return __atomic_fetch_add(at, T(more), __ATOMIC_SEQ_CST);
 }

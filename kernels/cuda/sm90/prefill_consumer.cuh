@@ -2,6 +2,7 @@
 #pragma once
 #include "prefill_layout.cuh"
 #include "prefill_softmax.cuh"
+#include "prefill_combine.cuh"
 #include "prefill_epilogue.cuh"
 
 struct Consumer {
@@ -9,7 +10,7 @@ struct Consumer {
   const Shared& shared;
   const int group;  // the row group it works for
   Ring<kStagesK> k;
-  const Item* item;
+  Item* item;
 
   // This thread's first row in the item; its other row is 8 below.
   MLA_DEVICE int row() const {
@@ -119,6 +120,8 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group)
       if (type == kHidden) type = consumer.skip();
       if (type == kHalf) type = consumer.template step<true, kBlockN / 2>(o, sums);
     }
-    finish_item(p, *consumer.item, consumer.row(), o, sums, consumer.scale());
+    Item& item = *consumer.item;
+    if (item.parts > 1 && item.rows > 0 && !combine_parts(p, item, group, o, sums, consumer.scale())) continue;
+    finish_item(p, item, consumer.row(), o, sums, consumer.scale());
   }
 }

@@ -14,9 +14,34 @@ struct alignas(16) Item {
   int k_row;  // row of k and v of key 0
   int k_position;  // of key 0
   int n_keys;
-  uint32_t first_class;  // TileClass of the first tile
-  int v_stages;  // in use: 2 where the last row group's Q gives way
+  uint8_t first_class;  // TileClass of the first tile
+  uint8_t v_stages;  // in use: 2 where the last row group's Q gives way
+  uint8_t last;  // whether its part of the keys was the last to arrive; written by the row group
+  uint16_t parts, part;  // of its key tiles it takes every parts-th, from this one on
+  int slot;  // of the workspace, for its part; those of the block's other parts lie beside it
 };
+static_assert(sizeof(Item) == 48, "copied by a lane of few registers");
+
+// What a row group has of the call's `index`-th item, which is of this entry; v_stages apart.
+MLA_DEVICE void fill_item(Item& item, const ScheduleEntry& entry, int index, int row_group, int heads,
+                          Grouping grouping) {
+  const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size), own = index - entry.first_item;
+  const TilePosition at = tile_position(own / entry.parts, tiles, entry.n_keys, heads);
+  const int block = block_of(row_group, at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup,
+            left = entry.new_ - row;
+  item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
+  item.rows = block < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
+  item.q_position = entry.start + row;
+  item.head = at.head;
+  item.sequence = entry.sequence;
+  item.start = entry.start;
+  item.k_row = entry.k_begin;
+  item.k_position = entry.offset;
+  item.n_keys = entry.n_keys;
+  item.parts = entry.parts;
+  item.part = own % entry.parts;
+  item.slot = slot_of(entry, block, at.head, heads) + item.part;
+}
 
 // What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.
 enum TileClass : uint32_t {

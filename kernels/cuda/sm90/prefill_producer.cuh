@@ -20,21 +20,9 @@ struct Producer {
 
   // Fills in the items, a lane each.
   MLA_DEVICE void take(const ScheduleEntry& entry, int index, Grouping grouping) {
-    const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
-    const TilePosition at = tile_position(index - entry.first_item, tiles, entry.n_keys, p.heads);
     if (lane() < kRowGroups) {
-      const int block = block_of(lane(), at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup,
-                left = entry.new_ - row;
       Item& item = items[lane()];
-      item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
-      item.rows = block < 0 ? 0 : left < kRowsPerGroup ? left : kRowsPerGroup;
-      item.q_position = entry.start + row;
-      item.head = at.head;
-      item.sequence = entry.sequence;
-      item.start = entry.start;
-      item.k_row = entry.k_begin;
-      item.k_position = entry.offset;
-      item.n_keys = entry.n_keys;
+      fill_item(item, entry, index, lane(), p.heads, grouping);
       item.v_stages = kSpareV && grouping.size < kRowGroups ? 2 : kStagesV;
     }
     __syncwarp();
@@ -159,7 +147,7 @@ struct Producer {
   // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first;
   // later the first K goes ahead, because it need not wait for the previous item's last product.
   MLA_DEVICE void load() {
-    TileWalk walk{ceil_div(items->n_keys, 32 * kBlockN), 0, 0};
+    TileWalk walk = walk_of(*items);
     uint32_t tile = next_tile(p, items, walk);
     if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
     __syncwarp();
@@ -193,7 +181,7 @@ MLA_DEVICE bool take_item(Producer& producer, int index) {
 }
 
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
-  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table());
+  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table(), p.processors);
   Producer producer{p, shared, shared.draft()};
 #pragma unroll 1
   for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) producer.load();

@@ -13,6 +13,8 @@ struct ScheduleParams {
   int batch;
   int heads;
   int grid;  // thread blocks of the grid that works
+  int processors;  // of the device
+  int* arrivals;  // zeroed as far as the work needs them
 };
 
 constexpr int kBuckets = 256;
@@ -26,29 +28,33 @@ MLA_DEVICE int bucket_of(int n_keys) {
 extern "C" __global__ void __launch_bounds__(MLA_THREADS)
     mla_prefill_schedule(const __grid_constant__ ScheduleParams params) {
   __shared__ unsigned long long buckets[kBuckets];
-  __shared__ int counts[kRowGroups];
+  __shared__ int counts[kRowGroups], slots;
   griddepcontrol_launch_dependents();
   if (threadIdx.x < kBuckets) buckets[threadIdx.x] = 0;
   if (threadIdx.x < kRowGroups) counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) slots = 0;
   __syncthreads();
 
   int mine[kRowGroups] = {};
+  bool in_parts = false;
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
-    const int new_ = params.sequences.cu_seqlens_q[b + 1] - params.sequences.cu_seqlens_q[b];
+    const Sequence s = sequence_of(params.sequences, b);
+    in_parts |= parts_of(s.new_, s.n_keys, params.heads, params.processors) > 1;
 #pragma unroll
-    for (int i = 0; i < kRowGroups; i++) mine[i] += tiles_of(new_, i + 1);
+    for (int i = 0; i < kRowGroups; i++) mine[i] += tiles_of(s.new_, i + 1);
   }
 #pragma unroll
   for (int i = 0; i < kRowGroups; i++) {
     const int sum = warp_sum(mine[i]);
     if (threadIdx.x % 32 == 0) atomicAdd(&counts[i], sum * params.heads);
   }
-  __syncthreads();
-  const Grouping grouping = choose_grouping(counts, params.grid);
+  const Grouping grouping = choose_grouping(counts, params.grid, __syncthreads_or(in_parts));
 
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
-    atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads));
+    const int parts = parts_of(s.new_, s.n_keys, params.heads, params.processors);
+    atomicAdd(&buckets[bucket_of(s.n_keys)],
+              1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads * parts));
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // exclusive sums, eight buckets a lane
@@ -73,8 +79,13 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS)
   __syncthreads();
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
-    const unsigned long long place =
-        atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads));
-    params.table[place >> 32] = entry_of(s, b, int(uint32_t(place)));
+    const int parts = parts_of(s.new_, s.n_keys, params.heads, params.processors),
+              own_slots = slots_of(s.new_, params.heads, parts);
+    const unsigned long long place = atomicAdd(
+        &buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads * parts));
+    const int first_slot = own_slots > 0 ? atomicAdd(&slots, own_slots) : 0;
+    params.table[place >> 32] = entry_of(s, b, int(uint32_t(place)), parts, first_slot);
   }
+  __syncthreads();
+  for (int slot = threadIdx.x; slot < slots; slot += MLA_THREADS) params.arrivals[slot] = 0;
 }

@@ -9,6 +9,11 @@
 //   than one item for each thread block of the grid: as few blocks an item as that takes, long ones with short ones, so
 //   that all items end at about the same time.
 //
+//
+// Where a sequence alone would leave many multiprocessors idle, its keys are worked on in parts, an item each, and the
+// parts combined: part i of n takes key tiles i, i + n, ..., which balances under any mask. How many depends on the
+// sequence's own lengths, the heads and the device, as the result does.
+//
 // The host defines MLA_NOPE_DIM, MLA_V_DIM, MLA_ROW_GROUPS.
 #pragma once
 #include "sequence.cuh"
@@ -28,32 +33,58 @@ struct Grouping {
 
 // One sequence, in the order of work. A table of n sequences ends with an entry for the whole: the number of items and
 // the grouping.
-struct ScheduleEntry {
+struct alignas(16) ScheduleEntry {
   int first_item;
   int sequence;
   int q_begin, new_;
   int k_begin, n_keys;
   int offset, start;
+  int parts;  // of its keys
+  int first_slot;  // of the workspace, a slot for each part of each of its blocks of rows, if there are several
 };
 constexpr int kTableSequences = 32;  // what one warp sorts, a lane each
 constexpr int kTableBytes = (kTableSequences + 1) * int(sizeof(ScheduleEntry));
 
-MLA_DEVICE ScheduleEntry entry_of(const Sequence& s, int sequence, int first_item) {
-  return {first_item, sequence, s.q_begin, s.new_, s.k_begin, s.n_keys, s.offset, s.start};
+MLA_DEVICE ScheduleEntry entry_of(const Sequence& s, int sequence, int first_item, int parts, int first_slot) {
+  return {first_item, sequence, s.q_begin, s.new_, s.k_begin, s.n_keys, s.offset, s.start, parts, first_slot};
 }
 MLA_DEVICE ScheduleEntry total_entry(int items, Grouping grouping) {
-  return {items, grouping.size, grouping.spread, 0, 0, 0, 0, 0};
+  return {items, grouping.size, grouping.spread, 0, 0, 0, 0, 0, 0, 0};
 }
 MLA_DEVICE Grouping grouping_of(const ScheduleEntry& total) { return {total.sequence, total.q_begin}; }
 
 MLA_DEVICE int row_blocks(int new_) { return new_ > 0 ? ceil_div(new_, kRowsPerGroup) : 0; }
 MLA_DEVICE int tiles_of(int new_, int group_size) { return ceil_div(row_blocks(new_), group_size); }
 
-// items[i]: items of the batch with i + 1 blocks each.
-MLA_DEVICE Grouping choose_grouping(const int (&items)[kRowGroups], int grid) {
+// A part has at least so many keys, and waits and writes for as long as it would take for so many others; parts are
+// made where the items fill so few waves that the last one counts.
+constexpr int kLeastPart = 2048, kPartCost = 512;
+constexpr int kSplitWaves = 4;
+
+// Parts of the keys of a sequence that make it, alone on the device, end the earliest. processors: multiprocessors of the
+// device; 0: never more than one.
+MLA_DEVICE int parts_of(int new_, int n_keys, int heads, int processors) {
+  const int items = tiles_of(new_, kRowGroups) * heads, most = n_keys / kLeastPart;
+  int parts = 1;
+  if (items > 0 && most > 1 && items <= kSplitWaves * processors) {
+    int least = ceil_div(items, processors) * n_keys;
+#pragma unroll 1
+    for (int waves = 1; waves <= kSplitWaves; waves++) {
+      const int filling = waves * processors / items, these = filling < most ? filling : most;
+      if (these < 2) continue;
+      const int cost = waves * (n_keys / these + kPartCost);
+      if (cost < least) least = cost, parts = these;
+    }
+  }
+  return parts;
+}
+MLA_DEVICE int slots_of(int new_, int heads, int parts) { return parts > 1 ? row_blocks(new_) * heads * parts : 0; }
+
+// items[i]: items of the batch with i + 1 blocks each. Parts want all of the row groups.
+MLA_DEVICE Grouping choose_grouping(const int (&items)[kRowGroups], int grid, bool in_parts) {
 #pragma unroll
   for (int i = 0; i < kRowGroups; i++)
-    if (items[i] <= grid) return {i + 1, 1};
+    if (items[i] <= grid && !in_parts) return {i + 1, 1};
   return {kRowGroups, 0};
 }
 
@@ -64,25 +95,29 @@ MLA_DEVICE int warp_sum(int x) {
 }
 
 // Builds the table of up to 32 sequences; called by one warp.
-MLA_DEVICE void build_table(const SequenceArgs& args, int batch, int heads, int grid, ScheduleEntry* table) {
+MLA_DEVICE void build_table(const SequenceArgs& args, int batch, int heads, int grid, ScheduleEntry* table,
+                            int processors = 0) {
   const int lane = threadIdx.x & 31;
   Sequence s{};
   s.n_keys = -1;  // after all others
   if (lane < batch) s = sequence_of(args, lane);
+  const int parts = parts_of(s.new_, s.n_keys, heads, processors), slots = slots_of(s.new_, heads, parts);
   int counts[kRowGroups];
 #pragma unroll
   for (int i = 0; i < kRowGroups; i++) counts[i] = warp_sum(tiles_of(s.new_, i + 1)) * heads;
-  const Grouping grouping = choose_grouping(counts, grid);
-  const int items = tiles_of(s.new_, grouping.size) * heads;
-  int rank = 0, first = 0;
+  const Grouping grouping = choose_grouping(counts, grid, __any_sync(~0u, parts > 1));
+  const int items = tiles_of(s.new_, grouping.size) * heads * parts;
+  int rank = 0, first = 0, first_slot = 0;
 #pragma unroll 8
   for (int other = 0; other < 32; other++) {
-    const int other_keys = __shfl_sync(~0u, s.n_keys, other), other_items = __shfl_sync(~0u, items, other);
+    const int other_keys = __shfl_sync(~0u, s.n_keys, other), other_items = __shfl_sync(~0u, items, other),
+              other_slots = __shfl_sync(~0u, slots, other);
     const bool before = other_keys > s.n_keys || (other_keys == s.n_keys && other < lane);
     rank += before;
     first += before ? other_items : 0;
+    first_slot += before ? other_slots : 0;
   }
-  table[rank] = entry_of(s, lane, first);
+  table[rank] = entry_of(s, lane, first, parts, first_slot);
   if (rank == 31) table[kTableSequences] = total_entry(first + items, grouping);
   __syncwarp();
 }
@@ -114,6 +149,11 @@ MLA_DEVICE TilePosition tile_position(int index, int tiles, int n_keys, int head
   const int heads_here = heads - first_head < group ? heads - first_head : group;
   const int rest = index - first_head * tiles;
   return {rest / heads_here, first_head + rest % heads_here};
+}
+
+// First slot of a block of rows of a sequence that is worked on in parts.
+MLA_DEVICE int slot_of(const ScheduleEntry& entry, int block, int head, int heads) {
+  return entry.first_slot + (block * heads + head) * entry.parts;
 }
 
 // Block of 64 rows that a row group of an item works on; negative: none.

@@ -10,7 +10,7 @@ MLA_DEVICE int claim(const PrefillParams& p) {
   return __shfl_sync(~0u, item, 0);
 }
 
-// Visible key tiles of an item from the last to the first, 32 classed at a time, a lane each.
+// Visible key tiles of an item from the last to the first, 32 of its own classed at a time, a lane each.
 struct TileWalk {
   int chunk;  // of 32 tiles; the one in `pending`
   uint32_t pending;  // its visible tiles not yet taken
@@ -27,7 +27,7 @@ MLA_DEVICE uint32_t class_of_keys(const PrefillParams& p, const Item& item, int 
 MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int tile) {
   const int first = tile * kBlockN, middle = first + kBlockN / 2, past = first + kBlockN;
   const int end = past < items->n_keys ? past : items->n_keys;
-  uint32_t word = tile;
+  uint32_t word = tile & kTileMask;
 #pragma unroll 1
   for (int group = 0; group < kRowGroups; group++) {
     const Item& item = items[group];
@@ -40,12 +40,14 @@ MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int ti
   return word;
 }
 
+MLA_DEVICE TileWalk walk_of(const Item& item) { return {ceil_div(item.n_keys, 32 * kBlockN * item.parts), 0, 0}; }
+
 // The next tile, or kEndOfAll.
 MLA_DEVICE uint32_t next_tile(const PrefillParams& p, const Item* items, TileWalk& walk) {
   while (walk.pending == 0) {
     if (walk.chunk == 0) return kEndOfAll;
     walk.chunk--;
-    walk.word = class_tile(p, items, walk.chunk * 32 + (threadIdx.x & 31));
+    walk.word = class_tile(p, items, (walk.chunk * 32 + (threadIdx.x & 31)) * items->parts + items->part);
     walk.pending = __ballot_sync(~0u, (walk.word & kClassesMask) != 0);
   }
   const int top = 31 - __clz(walk.pending);
