@@ -7,7 +7,6 @@ transposed, V^T = W_v @ latent^T, which is how fp8 tensor cores read them. No se
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,8 +27,7 @@ _V_ROW_MULTIPLE = 16
 Parts = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
+class Extents(NamedTuple):
     """Sizes of one job: rows of q, of the buffer, and the widths of a head."""
 
     total: int  # T
@@ -60,7 +58,7 @@ class Extents:
             result["projected"] = self.dtype, (padded * heads * max(self.nope, self.v_dim),)
             result["weight"] = self.dtype, (heads * width, KV_LORA_RANK)
         else:
-            result["projected"] = self.dtype, (padded, heads * width)
+            result["projected"] = self.dtype, (padded * heads * width,)
         result["k"] = self.fp8, (rows, heads, self.nope)
         result["k_scales"] = torch.float32, (rows, 1)
         result["v"] = self.fp8, (padded * heads * self.v_dim,)
@@ -115,48 +113,60 @@ class Queries(NamedTuple):
         call.q, call.q_rope, call.q_scale = self
 
 
+class Views(NamedTuple):
+    """A chunk of so many rows in the buffer."""
+
+    latent: torch.Tensor
+    projected: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor | None = None
+
+
 class Buffer:
     """Keys and values of one chunk at a time, in the dtype of q.
 
-    `point` and `fill` may come in this order, so that a call can be judged before anything is launched.
+    `point` comes before `fill`, so that a call can be judged before anything is launched.
     """
 
     def __init__(self, call: Call, weight: Weight, extents: Extents, parts: Parts) -> None:
         assert isinstance(call.k_rope, PagedKVCache)
-        self.cache, self.target, self.weight, self.extents, self.parts = (
-            call.k_rope, call.target, weight, extents, parts,
-        )  # fmt: skip
         self.queries = Queries(call.q)
-        self._gather = find_run(self.cache, parts["latent"], self.target)
+        self._cache, self._target, self._weight = call.k_rope, call.target, weight
+        self._extents, self._parts = extents, parts
+        self._gather_run = find_run(self._cache, parts["latent"], self._target)
+        self._views: dict[int, Views] = {}
 
     def begin(self) -> None:
         """Launch what is done once, before the first chunk."""
 
     def point(self, call: Call, chunk: PlanChunk) -> None:
-        """Make k and v of a call the views of one chunk, and its tables those of the chunk."""
-        heads = self._heads(chunk.max_length)
-        call.k, call.v = heads[..., : self.extents.nope], heads[..., self.extents.nope :]
+        """Give a call the keys and values of one chunk, and its tables."""
+        views = self._of(chunk)
+        call.k, call.v, call.k_scales = views.k, views.v, views.k_scales
         call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
 
     def fill(self, chunk: PlanChunk) -> None:
         """Gather a chunk and project it up."""
-        n = chunk.max_length
-        up_project(self._latent(chunk, n, chunk.buffer_length), self.weight, self._projected(n))
+        views = self._of(chunk)
+        self._gather(chunk, views.latent, chunk.buffer_length)
+        up_project(views.latent, self._weight, views.projected)
 
-    def _latent(self, chunk: PlanChunk, rows: int, length: int | torch.Tensor) -> torch.Tensor:
-        """Gather `length` rows into the first `rows` of the latent buffer and return these."""
-        latent = self.parts["latent"][:rows]
-        check_offsets(chunk.buffer_row_offsets, "buffer_row_offsets", rows, "the buffer")
-        self._gather(GatherArgs(chunk.buffer_row_offsets, chunk.cache_offsets, length, self.cache, latent))
-        return latent
+    def _of(self, chunk: PlanChunk) -> Views:
+        rows = chunk.max_length
+        views = self._views.get(rows)
+        if views is None:
+            views = self._views[rows] = self._make_views(rows)
+        return views
 
-    def _projected(self, rows: int) -> torch.Tensor:
-        """Return the up-projection [rows, H * (dn + dv)]."""
-        return self.parts["projected"][:rows]
+    def _make_views(self, rows: int) -> Views:
+        projected = self._parts["projected"][:rows]
+        k, v = projected.unflatten(1, (self._extents.heads, -1)).split((self._extents.nope, self._extents.v_dim), 2)
+        return Views(self._parts["latent"][:rows], projected, k, v)
 
-    def _heads(self, rows: int) -> torch.Tensor:
-        """Return the up-projection as [rows, H, dn + dv]."""
-        return self._projected(rows).view(rows, self.extents.heads, -1)
+    def _gather(self, chunk: PlanChunk, latent: torch.Tensor, length: int | torch.Tensor) -> None:
+        check_offsets(chunk.buffer_row_offsets, "buffer_row_offsets", latent.shape[0], "the buffer")
+        self._gather_run(GatherArgs(chunk.buffer_row_offsets, chunk.cache_offsets, length, self._cache, latent))
 
 
 class Fp8Buffer(Buffer):
@@ -172,76 +182,75 @@ class Fp8Buffer(Buffer):
         split = None if extents.rope_in_fp8 else call.q[..., extents.nope :]
         self.queries = Queries(parts["q"], split, parts["q_scale"])
         call.rope_prescaled, call.v_scale = False, parts["v_scale"]
-        self._lengths = self.cache.total_lengths(call.valid_length)
+        self._lengths = self._cache.total_lengths(call.valid_length)
         if extents.v_transposed:
             count = extents.heads * extents.nope
             self._key_weight, self._value_weight = parts["weight"][:count], parts["weight"][count:]
 
     def begin(self) -> None:
         """Quantise q, and put the weight's key rows and value rows together."""
-        q = self.parts["q"]
-        quantize.launch(q, self.parts["q_scale"].unsqueeze(2), self._q[..., : q.shape[2]], 0, False, self.target)
-        if self.extents.v_transposed:
-            assert isinstance(self.weight, torch.Tensor)
-            of_heads = self.weight.unflatten(0, (self.extents.heads, -1))
-            of_keys, of_values = of_heads.split((self.extents.nope, self.extents.v_dim), 1)
-            self._key_weight.view(of_keys.shape).copy_(of_keys)
-            self._value_weight.view(of_values.shape).copy_(of_values)
-
-    def point(self, call: Call, chunk: PlanChunk) -> None:
-        """Make k and v of a call the fp8 of one chunk, with their scales, and its tables those of the chunk."""
-        n = chunk.max_length
-        call.k, call.k_scales = self.parts["k"][:n], self.parts["k_scales"][:n]
-        values = self._values(self.parts["v"], n)
-        call.v = values[..., :n].permute(2, 0, 1) if self.extents.v_transposed else values
-        call.cache_row_offsets, call.cache_offsets = chunk.buffer_row_offsets, chunk.cache_offsets
+        q, heads = self._parts["q"], (self._extents.heads, -1)
+        quantize.launch(q, self._parts["q_scale"].unsqueeze(2), self._q[..., : q.shape[2]], 0, False, self._target)
+        if self._extents.v_transposed:
+            assert isinstance(self._weight, torch.Tensor)
+            widths = self._extents.nope, self._extents.v_dim
+            of_keys, of_values = self._weight.unflatten(0, heads).split(widths, 1)
+            self._key_weight.unflatten(0, heads).copy_(of_keys)
+            self._value_weight.unflatten(0, heads).copy_(of_values)
 
     def fill(self, chunk: PlanChunk) -> None:
         """Gather a chunk, project it up and quantise it."""
-        n = chunk.max_length
-        padded = round_up(n, _V_ROW_MULTIPLE)
-        latent = self._latent(chunk, padded, padded)
-        self._clear_leftovers(chunk, padded)
-        if not self.extents.v_transposed:
-            up_project(latent[:n], self.weight, self._projected(n))
-            keys, values = self._heads(n).split((self.extents.nope, self.extents.v_dim), 2)
-            self._quantize_keys(keys)
-            self._quantize_values(values, self._values(self.parts["v"], n))
-            return
-        keys = self.parts["projected"][: n * self._key_weight.shape[0]].view(n, -1)
-        torch.mm(latent[:n], self._key_weight.t(), out=keys)
-        self._quantize_keys(keys.unflatten(1, (self.extents.heads, -1)))
-        values = self._values(self.parts["projected"], n)
-        torch.mm(self._value_weight, latent.t(), out=values.flatten(0, 1))
-        self._quantize_values(values.transpose(0, 1), self._values(self.parts["v"], n).transpose(0, 1))
+        views, rows = self._of(chunk), chunk.max_length
+        self._gather(chunk, views.latent, views.latent.shape[0])
+        self._clear_leftovers(chunk, views.latent.shape[0])
+        heads, split = (self._extents.heads, -1), (self._extents.nope, self._extents.v_dim)
+        if self._extents.v_transposed:
+            k = views.projected[: rows * self._key_weight.shape[0]].view(rows, -1)
+            torch.mm(views.latent[:rows], self._key_weight.t(), out=k)
+            self._quantize_keys(k.unflatten(1, heads), views)
+            v = self._transposed(views.projected, rows)
+            torch.mm(self._value_weight, views.latent.t(), out=v.flatten(0, 1))
+            self._quantize_values(v.transpose(0, 1), self._transposed(self._parts["v"], rows).transpose(0, 1))
+        else:
+            projected = views.projected[: rows * self._extents.heads * sum(split)].view(rows, -1)
+            up_project(views.latent[:rows], self._weight, projected)
+            k, v = projected.unflatten(1, heads).split(split, 2)
+            self._quantize_keys(k, views)
+            self._quantize_values(v, views.v)
 
-    def _quantize_keys(self, keys: torch.Tensor) -> None:
-        n = keys.shape[0]
-        scales = self.parts["k_scales"][:n].unsqueeze(2)
-        quantize.launch(self.parts["k"][:n], scales, keys, 0, False, self.target)
+    def _make_views(self, rows: int) -> Views:
+        latent = self._parts["latent"][: round_up(rows, _V_ROW_MULTIPLE)]
+        if self._extents.v_transposed:
+            v = self._transposed(self._parts["v"], rows)[..., :rows].permute(2, 0, 1)
+        else:
+            heads, v_dim = self._extents.heads, self._extents.v_dim
+            v = self._parts["v"][: rows * heads * v_dim].view(rows, heads, v_dim)
+        return Views(latent, self._parts["projected"], self._parts["k"][:rows], v, self._parts["k_scales"][:rows])
+
+    def _transposed(self, data: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return room for V^T [H, dv, rows and what fills them up]."""
+        heads, v_dim, padded = self._extents.heads, self._extents.v_dim, round_up(rows, _V_ROW_MULTIPLE)
+        return data[: heads * v_dim * padded].view(heads, v_dim, padded)
+
+    def _quantize_keys(self, keys: torch.Tensor, views: Views) -> None:
+        assert views.k_scales is not None
+        quantize.launch(views.k, views.k_scales.unsqueeze(2), keys, 0, False, self._target)
 
     def _quantize_values(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Quantise [.., H, ..] with a scale for each head."""
-        quantize.quantize_per_head(values, dtype=out.dtype, out=out, scale=self.parts["v_scale"], target=self.target)
-
-    def _values(self, data: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return room for the values of a chunk: V^T, [H, dv, rows and what fills them up], or [rows, H, dv]."""
-        heads, v_dim = self.extents.heads, self.extents.v_dim
-        if not self.extents.v_transposed:
-            return data[: rows * heads * v_dim].view(rows, heads, v_dim)
-        padded = round_up(rows, _V_ROW_MULTIPLE)
-        return data[: heads * v_dim * padded].view(heads, v_dim, padded)
+        scale = self._parts["v_scale"]
+        quantize.quantize_per_head(values, dtype=out.dtype, out=out, scale=scale, target=self._target)
 
     def _clear_leftovers(self, chunk: PlanChunk, spare: int) -> None:
         """Zero the rows behind the last token of each sequence's last page; row `spare` is nobody's."""
-        others = self.cache.page_size - 1
+        others = self._cache.page_size - 1
         if not others:
             return
         begin, end = chunk.buffer_row_offsets[:-1], chunk.buffer_row_offsets[1:]
         behind = (self._lengths - chunk.cache_offsets).clamp_(min=0).add_(begin).unsqueeze(1)
         rows = behind + torch.arange(others, dtype=torch.int32, device=behind.device)
         rows = torch.where(rows < end.unsqueeze(1), rows, spare)
-        self.parts["latent"].index_fill_(0, rows.flatten().to(torch.int64), 0.0)
+        self._parts["latent"].index_fill_(0, rows.flatten().to(torch.int64), 0.0)
 
 
 def make_buffer(call: Call, weight: Weight, extents: Extents, parts: Parts) -> Buffer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -283,8 +282,7 @@ def find_extents(
     extents = Extents(total, buffer_token_size, heads, nope, v_dim, q.dtype, partial=max(total, 1))
     if attention_dtype is None or attention_dtype == q.dtype:
         return extents
-    return replace(
-        extents,
+    return extents._replace(
         fp8=_fp8_dtype(q, cache, attention_dtype),
         rope_in_fp8=cache.rope.dtype == attention_dtype,
         v_transposed=isinstance(weight, torch.Tensor),
@@ -361,7 +359,7 @@ def _attend_groups(
     output, lse, sinks = call.output, call.lse, call.sinks
     chunks = list(plan.chunks())
     rows = max((chunk.max_length for chunk in chunks), default=0)
-    extents = replace(extents, rows=rows, partial=groups.most_parted_rows)
+    extents = extents._replace(rows=rows, partial=groups.most_parted_rows)
     parts = extents.allocate(workspace, call.q.device)
     buffer, kernels = make_buffer(call, weight, extents, parts), _Kernels(call.target)
     in_buffer = -1
@@ -404,7 +402,7 @@ def _attend_all(
     output, lse, sinks = call.output, call.lse, call.sinks
     several, last = len(chunks) > 1, len(chunks) - 1
     rows = max((chunk.max_length for chunk in chunks), default=0)
-    extents = replace(extents, rows=rows, partial=max(extents.total, 1) if several else 0)
+    extents = extents._replace(rows=rows, partial=max(extents.total, 1) if several else 0)
     parts = extents.allocate(workspace, call.q.device)
     buffer, kernels = make_buffer(call, weight, extents, parts), _Kernels(call.target)
     buffer.queries.enter(call)

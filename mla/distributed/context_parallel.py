@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -204,7 +204,7 @@ class _Job:
             result.output, q, None, q, q, self.cache, None, mask, self.offsets, self.offsets, self.scale,
             start_positions=self.starts, lse=result.lse, softcap=self.softcap, target=self.target,
         )  # fmt: skip
-        run_job(call, weight, replace(self.extents, heads=count), self.plan, None, None, None, keep_rows=False)
+        run_job(call, weight, self.extents._replace(heads=count), self.plan, None, None, None, keep_rows=False)
         return result
 
 
