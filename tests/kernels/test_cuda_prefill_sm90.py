@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from mla.masks import (
 )
 from mla.problem import Problem
 from mla.target import device_arch
-from tests.support.problems import Case, build
+from tests.support.problems import MASKS, Case, build
+from tests.support.tolerance import assert_lse, assert_output, precision_of
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
 
@@ -133,17 +135,60 @@ def hopper() -> torch.device:
 
 
 LONG = ((0, 700), (1500, 130), (0, 1), (3000, 65), (100, 0), (0, 193))
+#: Keys of the first three are worked on in parts: six, two and four of them where there are three heads.
+IN_PARTS = ((12300, 70), (4500, 300), (9000, 1), (0, 700), (0, 0), (2000, 65))
+MANY_IN_PARTS = (*IN_PARTS, (4096, 3), *((50, 20),) * 28)  # ordered by a kernel of its own
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("page_size", [1, 8, 64])
-@pytest.mark.parametrize("alone", range(len(LONG)))
+@pytest.mark.parametrize("mask", MASKS)
+def test_keys_in_parts_agree_with_the_oracle(hopper: torch.device, mask: str, seed: int) -> None:
+    batches = [((4200, 70), (0, 30))] if "bias" in mask else [IN_PARTS]
+    for lengths in (*batches, MANY_IN_PARTS) if mask in ("causal", "documents") else batches:
+        problem = build(Case(lengths=lengths, heads=3, mask=mask, sinks=mask == "causal"), hopper, seed)
+        output, lse = problem.run("cuda")
+        expected, expected_lse = problem.expect()
+        assert_output(output, expected, precision_of("bf16"))
+        assert_lse(lse, expected_lse, precision_of("bf16"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fields", [{"dims": (256, 256)}, {"softcap": 9.0}, {"out_dtype": "fp32"}, {"dtypes": "fp16"}])
+def test_parts_of_every_tile_agree_with_the_oracle(hopper: torch.device, fields: dict[str, Any], seed: int) -> None:
+    problem = build(Case(lengths=IN_PARTS, heads=3, **fields), hopper, seed)
+    output, lse = problem.run("cuda")
+    expected, expected_lse = problem.expect()
+    assert_output(output, expected, precision_of(problem.case.dtypes))
+    assert_lse(lse, expected_lse, precision_of(problem.case.dtypes))
+
+
+@pytest.mark.cuda
+def test_parts_leave_their_counters_zero_and_their_workspace_unread(hopper: torch.device, seed: int) -> None:
+    problem = build(Case(lengths=IN_PARTS, heads=3), hopper, seed)
+    outputs = problem.outputs()
+    order = ("q", "k", "v", "k_rope", "mask", "valid_length", "cache_row_offsets", "scale")
+    operands = [problem.operands[name] for name in order]
+    need = mla.workspace_size("flare_mla_prefill", outputs["output"], *operands, **problem.keywords, target="cuda")
+    expected = problem.run("cuda")[0].view(torch.int16)
+    for _ in range(20):
+        workspace = torch.full((need + 4,), 255, dtype=torch.uint8, device=hopper)[4:]
+        assert torch.equal(problem.run("cuda", workspace=workspace)[0].view(torch.int16), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("page_size", "lengths", "alone"),
+    [
+        (page_size, lengths, i)
+        for page_size, lengths in ((1, LONG), (8, LONG), (64, LONG), (64, IN_PARTS), (64, MANY_IN_PARTS))
+        for i in range(6)
+        if lengths[i][1] > 0
+    ],
+)
 def test_a_sequence_is_bitwise_the_same_in_any_company(
-    hopper: torch.device, page_size: int, alone: int, seed: int
+    hopper: torch.device, page_size: int, lengths: tuple[tuple[int, int], ...], alone: int, seed: int
 ) -> None:
-    if LONG[alone][1] == 0:
-        pytest.skip("no new tokens")
-    problem = build(Case(lengths=LONG, heads=3, page_size=page_size, spare_rows=(0, 0)), hopper, seed)
+    problem = build(Case(lengths=lengths, heads=3, page_size=page_size, spare_rows=(0, 0)), hopper, seed)
     output, lse = problem.run("cuda")
     offsets = problem.operands["valid_length"].tolist()
     mine = slice(offsets[alone], offsets[alone + 1])
@@ -158,16 +203,20 @@ def test_a_sequence_is_bitwise_the_same_in_any_company(
 
 
 @pytest.mark.cuda
-def test_a_hundred_runs_give_the_same_bits(hopper: torch.device, seed: int) -> None:
-    problem = build(Case(lengths=LONG, heads=16), hopper, seed)
+@pytest.mark.parametrize("lengths", [LONG, IN_PARTS])
+def test_a_hundred_runs_give_the_same_bits(
+    hopper: torch.device, lengths: tuple[tuple[int, int], ...], seed: int
+) -> None:
+    problem = build(Case(lengths=lengths, heads=16), hopper, seed)
     first = problem.run("cuda")[0].view(torch.int16)
     for _ in range(100):
         assert torch.equal(problem.run("cuda")[0].view(torch.int16), first)
 
 
 @pytest.mark.cuda
-def test_a_captured_graph_replays(hopper: torch.device, seed: int) -> None:
-    problem = build(Case(lengths=LONG, heads=3, spare_rows=(0, 0)), hopper, seed)
+@pytest.mark.parametrize("lengths", [LONG, IN_PARTS, MANY_IN_PARTS])
+def test_a_captured_graph_replays(hopper: torch.device, lengths: tuple[tuple[int, int], ...], seed: int) -> None:
+    problem = build(Case(lengths=lengths, heads=3, spare_rows=(0, 0)), hopper, seed)
     expected, _ = problem.run("cuda")
     outputs = problem.outputs()
     graph = torch.cuda.CUDAGraph()
