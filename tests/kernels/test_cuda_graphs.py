@@ -33,35 +33,40 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def make_step(target: str) -> Step:
+def make_step(target: str, **more: Any) -> Step:
     """Return a step of up to 8 sequences and 200 rows; skip where the target serves no such problem."""
     step = Step("cuda", torch.bfloat16, batch=8, rows=200, heads=4, page_size=64, columns=6)
     try:
         mla.chunked_prefill(
-            step.q, step.cache, 0, step.weight, step.offsets, masks.CausalMask(), 0.1, max_chunks=1, target=target
-        )
+            step.q, step.cache, 0, step.weight, step.offsets, masks.CausalMask(), 0.1, max_chunks=1, target=target,
+            **more,
+        )  # fmt: skip
     except UnsupportedError as error:
         pytest.skip(str(error).splitlines()[0])
     return step
 
 
-def capture(step: Step, target: str, mask: Any = None, size: int = SIZE, chunks: int = CHUNKS) -> tuple[Any, Any]:
+def capture(
+    step: Step, target: str, mask: Any = None, size: int = SIZE, chunks: int = CHUNKS, **more: Any
+) -> tuple[Any, Any]:
     """Warm up and capture a step; return the graph and the LSE that it writes."""
     mask = mask or masks.CausalMask()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step.run(mask, target, size, max_chunks=chunks)
+        step.run(mask, target, size, max_chunks=chunks, **more)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lse = step.run(mask, target, size, max_chunks=chunks)
+        lse = step.run(mask, target, size, max_chunks=chunks, **more)
     return graph, lse
 
 
-def compare(step: Step, lse: torch.Tensor, target: str, mask: Any, rows: torch.Tensor, size: int = SIZE) -> None:
+def compare(
+    step: Step, lse: torch.Tensor, target: str, mask: Any, rows: torch.Tensor, size: int = SIZE, **more: Any
+) -> None:
     """Compare the rows of a replay with an eager call that knows the lengths."""
-    expected, expected_lse = step.expect(mask, target, size)
+    expected, expected_lse = step.expect(mask, target, size, **more)
     torch.testing.assert_close(step.output[: len(rows)][rows], expected[rows], rtol=2**-7, atol=1e-2)
     torch.testing.assert_close(lse[: len(rows)][rows], expected_lse[rows], rtol=1e-4, atol=2e-3)
 
@@ -78,6 +83,18 @@ def test_fifty_replays_equal_eager(target: str, seed: int) -> None:
         rows = sum(step.new)
         compare(step, lse, target, mask, torch.ones(rows, dtype=torch.bool))
         assert bool((step.output[rows:] == 3.0).all()), "rows of no sequence stay"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_replays_in_fp8(target: str, seed: int) -> None:
+    more = {"attention_dtype": torch.float8_e4m3fn}
+    source, step, mask = random.Random(seed), make_step(target, **more), masks.CausalMask()
+    step.draw(source)
+    graph, lse = capture(step, target, **more)
+    for _ in range(8):
+        step.draw(source)
+        graph.replay()
+        compare(step, lse, target, mask, torch.ones(sum(step.new), dtype=torch.bool), **more)
 
 
 @pytest.mark.parametrize("target", TARGETS)
