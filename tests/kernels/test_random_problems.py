@@ -61,7 +61,10 @@ def draw(kind: Case, choose: random.Random) -> Case:
     rows_left = 24_000 // heads  # of keys: what the host fills with random numbers
     lengths = []
     for _ in range(choose.choice((1, 1, 2, 3, 5, 8, 40))):
-        cached, new = choose.choice(((0, length()), (length(), length()), (length(), length() // 8)))
+        context = choose.randrange(12_000) if longest > 250 else 0  # long enough for keys in several parts
+        cached, new = choose.choice(
+            ((0, length()), (length(), length()), (length(), length() // 8), (context, length() // 8))
+        )
         if cached + new <= rows_left:
             lengths.append((cached, new))
             rows_left -= cached + new
