@@ -7,15 +7,27 @@ from collections.abc import Iterator
 from mla.backends.cuda.gather import Gather
 from mla.backends.cuda.merge import Merge
 from mla.backends.cuda.plan import Plan
+from mla.backends.cuda.prefill_fp8_sm90 import PrefillFp8Sm90
 from mla.backends.cuda.prefill_sm80 import PrefillSm80
 from mla.backends.cuda.prefill_sm90 import PrefillSm90
 from mla.backends.cuda.quantize import Quantize
 from mla.backends.cuda.store import Store
 from mla.problem import Problem
 
-__all__ = ["ENTRIES", "Gather", "Merge", "Plan", "PrefillSm80", "PrefillSm90", "Quantize", "Store", "variants"]
+__all__ = [
+    "ENTRIES",
+    "Gather",
+    "Merge",
+    "Plan",
+    "PrefillFp8Sm90",
+    "PrefillSm80",
+    "PrefillSm90",
+    "Quantize",
+    "Store",
+    "variants",
+]
 
-ENTRIES = (Plan, Gather, Store, Merge, PrefillSm80, PrefillSm90, Quantize)
+ENTRIES = (Plan, Gather, Store, Merge, PrefillSm80, PrefillSm90, PrefillFp8Sm90, Quantize)
 
 
 def variants(arch: str) -> Iterator[tuple[str, Problem]]:

@@ -17,6 +17,7 @@ from mla.errors import ShapeError
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 if TYPE_CHECKING:
+    from mla.backends.cuda.counters import Counters
     from mla.problem import PrefillArgs
 
 #: Query rows of a block, and keys of a tile that are permuted among themselves.
@@ -63,12 +64,12 @@ class PrefillParams(Structure):
 
 
 def rope_box(page_size: int) -> int:
-    """Return the keys that one TMA box of rope rows spans; 0 where half of them are no whole swizzle atoms of 8 rows."""
+    """Return the keys that one TMA box of rope rows spans; 0 where half of them fill no whole atoms of 8."""
     box = math.gcd(page_size, _BLOCK)
     return 0 if box % 16 else box
 
 
-def make(args: PrefillArgs, block_n: int, counters: torch.Tensor) -> PrefillParams:
+def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
     """Fill in a parameter block, apart from its table."""
     block = PrefillParams()
     q, output, lse = args.q, args.output, args.lse

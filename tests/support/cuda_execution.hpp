@@ -4,13 +4,15 @@
 // Made to find faults, beside those that the fibers find: shared memory starts as NaN, an asynchronous copy reads and
 // writes only when it is waited for.
 #include <deque>
+#include <functional>
+#include <map>
 
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__
+#define __shared__ static
 #define __align__(bytes)
 
 // What kernels declare as `extern __shared__ uint8_t dynamic[]`.
@@ -35,7 +37,10 @@ struct Copies {
 };
 Copies copies[kMostThreads];
 
+inline std::vector<void (*)()> resets;  // of state that a block begins without
+
 inline void start_block() {
+  for (void (*reset)() : resets) reset();
   for (unsigned i = 0; i < sizeof(dynamic) / 4; i++) memcpy(shared + 4 * i, "\xff\xff\xff\x7f", 4);
 }
 inline void start_thread(int thread) { copies[thread] = {}; }
@@ -45,6 +50,9 @@ inline void start_thread(int thread) { copies[thread] = {}; }
 // ---- CUDA's own functions -------------------------------------------------------------------------------------------
 
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 template <typename To, typename From> To bit_cast(From from) {
@@ -66,6 +74,16 @@ inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 template <typename T> T __ldg(const T* p) { return host::readable(p, sizeof(T)) ? *p : T(); }
 
 inline void __syncthreads() { host::meet(host::block, host::threads, {"__syncthreads", "", 0}); }
+inline bool __syncthreads_or(bool x) {
+  static int any;
+  any = 0;
+  __syncthreads();
+  any |= x;
+  __syncthreads();
+  const bool all = any;
+  __syncthreads();
+  return all;
+}
 template <typename T> T __shfl_sync(unsigned, T x, int lane) { return host::value<T>(host::exchange(x)[lane & 31]); }
 template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
   return host::value<T>(host::exchange(x)[(host::current ^ mask) & 31]);
@@ -77,4 +95,27 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   return bits;
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+template <typename T> T __shfl_up_sync(unsigned, T x, int step) {
+  const int lane = host::current & 31;
+  return host::value<T>(host::exchange(x)[lane < step ? lane : lane - step]);
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+  const host::Slot* slots = host::exchange(x);
+  unsigned all = 0;
+  for (int lane = 0; lane < 32; lane++) all |= host::value<unsigned>(slots[lane]);
+  return all;
+}
+inline void __syncwarp() { host::exchange(0, "__syncwarp"); }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
+inline void __threadfence() {}
+template <typename T, typename U> T atomicAdd(T* at, U more) {
+  const T before = *at;
+  *at = before + T(more);
+  return before;
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const unsigned long long bytes = (unsigned long long)(high) << 32 | low;
+  unsigned picked = 0;
+  for (int i = 0; i < 4; i++) picked |= unsigned(bytes >> (selectors >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return picked;
+}

@@ -47,7 +47,7 @@ Warp warps[kMostThreads / kWarp];
 Meeting block;
 ucontext_t scheduler;
 int current, threads;
-Index block_index, thread_index;
+Index grid, block_index, thread_index;
 unsigned long long progress, random_state;
 bool fault;
 std::vector<Range> ranges;
@@ -181,6 +181,7 @@ extern "C" int host_run(const void* params, const host::Index* grid, int threads
   host::fault = false;
   host::report.clear();
   host::ranges.assign(ranges, ranges + count);
+  host::grid = *grid;
   host::Index& block = host::block_index;
   for (block.z = 0; block.z < grid->z; block.z++)
     for (block.y = 0; block.y < grid->y; block.y++)

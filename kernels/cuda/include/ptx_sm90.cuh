@@ -92,7 +92,9 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, i
 // Loads and stores that stay where they are written, so that they do not take registers before.
 MLA_DEVICE float4 ld_shared_v4_f32(uint32_t shared) {
   float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared)
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(shared)
                : "memory");
   return v;
 }

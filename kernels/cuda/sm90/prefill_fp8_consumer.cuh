@@ -28,13 +28,14 @@ struct Consumer {
     if (elect_sync()) mbarrier_arrive(barrier);
   }
 
-  // Leaves the scales of the item's rows in shared memory, where they take no registers.
+  // Leaves the scales of the item's rows in shared memory, where they take no registers; each warp has its own 16 rows.
   MLA_DEVICE void take(const Item* next) {
     item = next;
-    const int at = tid_x() & 127;
-    if (at < kRowsPerGroup)
+    const int thread = tid_x() & 127, at = thread / 32 * 16 + thread % 32;
+    __syncwarp();
+    if (thread % 32 < 16)
       shared.row_scales(group)[at] = at < item->rows ? p.q_scale[(item->q_row + at) * p.q_scale_stride] : 0.0f;
-    bar_sync(kBarrierWarpgroup + group, 128);
+    __syncwarp();
   }
   MLA_DEVICE void read_row_scales(float (&scales)[2], float factor) const {
 #pragma unroll
@@ -117,8 +118,7 @@ struct Consumer {
     wgmma_fence();
     const uint64_t v_at = wgmma_k_major<kRowBytes>(shared.v(v.stage()));
 #pragma unroll
-    for (int i = 0; i < W / 32; i++)
-      wgmma_e4m3_rs<kColumns>(t, words + 4 * i, v_at + descriptor_step(32 * i), i > 0);
+    for (int i = 0; i < W / 32; i++) wgmma_e4m3_rs<kColumns>(t, words + 4 * i, v_at + descriptor_step(32 * i), i > 0);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     release(shared.v_empty(v.stage()));

@@ -111,8 +111,8 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
 // no bank conflicts.
 MLA_DEVICE void transpose_part(uint32_t raw, uint32_t to, int block, int part) {
   const int lane = threadIdx.x & 31, at = lane & 7, matrix = lane >> 3;
-  const uint32_t from = raw + (block * kKeyBlock + (matrix & 1) * 32 + at) * kRowBytes +
-                        (((2 * part + (matrix >> 1)) ^ at) << 4);
+  const uint32_t from =
+      raw + (block * kKeyBlock + (matrix & 1) * 32 + at) * kRowBytes + (((2 * part + (matrix >> 1)) ^ at) << 4);
   const int column = part * 32 + (matrix >> 1) * 16 + 2 * at + ((matrix & 1) ^ (at >> 2));
   const uint32_t into = to + column * kBlockN;
   const uint32_t first = lane < 16 ? 0x6240 : 0x7351, second = lane < 16 ? 0x7351 : 0x6240;

@@ -53,8 +53,8 @@ MLA_DEVICE void mask_logits(float (&s)[W / 2], const PrefillParams& p, const Ite
   if constexpr (MLA_MASK_UNROLL) {
 #pragma unroll
     for (int i = 0; i < W / 2; i++) {
-      const bool visible = mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4),
-                                        k_position + key_of(i));
+      const bool visible =
+          mask_visible(p.mask, item.sequence, item.head, k_position + (ahead + (i & 2) * 4), k_position + key_of(i));
       s[i] = visible ? s[i] : -infinity();
     }
   } else {

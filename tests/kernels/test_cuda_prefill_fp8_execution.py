@@ -1,0 +1,117 @@
+"""The Hopper prefill in fp8 run on the host, block by block, and compared with the oracle; its faults are found.
+
+Not a run on NVIDIA hardware: see tests/support/cuda_execution.hpp and cuda_execution_sm90.cuh. What the tensor cores
+truncate is not seen here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla
+from mla import dispatch
+from mla.backends.cuda.prefill_fp8_sm90 import PrefillFp8Sm90
+from tests.support.cuda_execution import Executor, Mutation, executed, needs_compiler
+from tests.support.problems import Case, PrefillProblem, build
+from tests.support.tolerance import assert_lse, assert_output
+
+pytestmark = needs_compiler
+Run = Callable[..., Executor]
+
+FP8 = Case(dtypes="fp8", lengths=((200, 130), (0, 1)), heads=2)
+CASES = [
+    FP8,
+    dataclasses.replace(FP8, v_transposed=True, v_scale="number"),
+    dataclasses.replace(FP8, dtypes="fp8+bf16_rope"),
+    dataclasses.replace(FP8, dtypes="fp8+bf16_rope", prescaled=False, v_scale="", v_transposed=True),
+    dataclasses.replace(FP8, v_scale="row", mask="none", page_size=1),
+    dataclasses.replace(FP8, rope="batched", rope_width=576, granularity=64, mask="sliding"),
+    dataclasses.replace(FP8, rope="ragged", sinks=True, heads=1),
+    dataclasses.replace(FP8, dtypes="fp8+bf16_rope", chunk=(100, 200), page_size=16, out_dtype="fp32", heads=1),
+    dataclasses.replace(FP8, softcap=5.0, mask="causal_bias", heads=1, scale=-0.1),
+]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int) -> Iterator[Run]:
+    """Return what lets the public functions run the kernel here."""
+
+    def run(mutate: Mutation | None = None) -> Executor:
+        return executed(monkeypatch, "sm_90a", PrefillFp8Sm90, folder, mutate, seed)
+
+    yield run
+    dispatch.forget()
+
+
+def check(problem: PrefillProblem) -> None:
+    output, lse = problem.run("cuda")
+    expected, expected_lse = problem.expect()
+    assert_output(output, expected, "fp8", 0.6)  # 3e-2
+    assert_lse(lse, expected_lse, "fp8")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill(case: Case, on_host: Run, seed: int) -> None:
+    executor = on_host()
+    check(build(case, "cpu", seed))
+    assert len(executor.launched) == 1
+
+
+def with_one_scale(case: Case, seed: int) -> PrefillProblem:
+    """Return a problem all of whose keys have the same scales."""
+    problem = build(case, "cpu", seed)
+    problem.keywords["q_scale"].fill_(0.75)
+    problem.keywords["k_scales"].fill_(1.25)
+    if problem.paged is not None and (scales := problem.operands["k_rope"].scales) is not None:
+        scales.fill_(1.25)
+    return problem
+
+
+@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_one_scale_for_all_keys(dtypes: str, lse: bool, on_host: Run, seed: int) -> None:
+    """Without an LSE the tensor cores add up the rows of P."""
+    on_host()
+    problem = with_one_scale(dataclasses.replace(FP8, dtypes=dtypes, v_transposed=lse, mask="none"), seed)
+    expected, expected_lse = problem.expect()
+    outputs = problem.outputs()
+    if not lse:
+        outputs["lse"] = None
+    mla.prefill(**problem.operands, **problem.keywords, **outputs, target="cuda")
+    assert_output(outputs["output"], expected, "fp8", 0.6)
+    if lse:
+        assert_lse(outputs["lse"], expected_lse, "fp8")
+
+
+def test_a_row_does_not_depend_on_its_neighbours(on_host: Run, seed: int) -> None:
+    """Rows whose logits grow begin a tile anew; the others of their warp come out the same, to the bit."""
+    on_host()
+    case = Case(dtypes="fp8+bf16_rope", lengths=((320, 64),), heads=1, mask="none", v_transposed=True)
+    problem = with_one_scale(case, seed)
+    keys = problem.operands["k"].float()
+    keys[:128] *= 6  # of the last tile that is worked on
+    problem.operands["k"] = keys.to(torch.float8_e4m3fn)
+    output, lse = problem.run("cuda")
+    problem.operands["q"] = problem.operands["q"].clone()
+    problem.operands["q"][2 + 1 : 2 + 64 : 2] = 0.0
+    others, other_lse = problem.run("cuda")
+    assert torch.equal(output[2:66:2], others[2:66:2]) and torch.equal(lse[2:66:2], other_lse[2:66:2])
+    check(problem)
+
+
+def test_a_large_batch(on_host: Run, seed: int) -> None:
+    """More sequences than a warp sorts; a kernel of its own orders them."""
+    executor = on_host()
+    lengths = tuple((b % 7 * 30, 1 + b % 3 if b % 4 else 0) for b in range(40))
+    check(build(dataclasses.replace(FP8, lengths=lengths, heads=1, page_size=16), "cpu", seed))
+    assert len(executor.launched) == 2
