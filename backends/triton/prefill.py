@@ -172,6 +172,12 @@ class Prefill(Entry):
             raise UnsupportedError(
                 f"no tile for {arch} fits into the {limit} bytes of shared memory that {device} reports"
             )
+        return Prefill.prepare_tile(problem, device, tile)
+
+    @staticmethod
+    def prepare_tile(problem: Problem, device: torch.device, tile: Tile) -> Callable[[PrefillArgs], None]:
+        """Compile for a tile; return the callable that only launches."""
+        arch = runtime.arch_of(device)
         schedule = runtime.load(schedule_spec(problem, tile.block_m), device)
         attention = runtime.load(attention_spec(problem, arch, tile), device)
         block_m, rows = tile.block_m, max(tile.block_m, tile.block_n)

@@ -19,6 +19,7 @@ from mla.cli import clock, machine, sdpa
 from mla.cli.batches import make_batch
 from mla.cli.bench_chart import draw
 from mla.cli.steps import BENCH_STEPS, DEMO_STEPS, Step, find_shapes, find_steps
+from mla.cli.tune import tune_tiles
 from mla.errors import UnsupportedError
 from mla.plan import prefill_plan
 from mla.prefill import prefill
@@ -73,6 +74,9 @@ def bench(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("mla-bench"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure the tiles of the Triton prefill instead; print what should change.")
+    ] = False,
 ) -> None:
     """Measure attention on fixed shapes and the whole job on real prefill steps.
 
@@ -85,7 +89,11 @@ def bench(
     - `mla bench`
     - `mla bench --target cuda --target triton`
     - `mla bench --target cpu --steps 976 --heads 4`
+    - `mla bench --tune`
     """
+    if tune:
+        tune_tiles(output, as_json)
+        return
     names = target or _default_targets()
     places = {name: machine.locate(name) for name in names}
     output.mkdir(parents=True, exist_ok=True)
