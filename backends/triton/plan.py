@@ -11,13 +11,14 @@ from mla.backends.triton.compiler import KernelSpec
 from mla.backends.triton.entry import Entry
 from mla.problem import PlanArgs, Problem
 
-#: Sequences that one block of the plan scans at a time, and the most segments that a batch is cut into.
+#: Sequences that one block of the plan scans at a time, the most segments that a batch is cut into, and programs.
 PLAN_BLOCK = 1024
-PLAN_SEGMENTS = 16
+PLAN_SEGMENTS = 64
+PLAN_PROGRAMS = 128
 
 
 class Plan(Entry):
-    """The plan: (chunks, segments) programs."""
+    """The plan: (groups of chunks, segments) programs."""
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
@@ -31,7 +32,7 @@ class Plan(Entry):
             "lengths",
         )
         numbers = (
-            "batch_size", "buffer_token_size", "stride_rows", "stride_offsets", "stride_lengths",
+            "batch_size", "chunks", "buffer_token_size", "stride_rows", "stride_offsets", "stride_lengths",
             "lengths_include_new", "wants_required_chunks",
         )  # fmt: skip
         types = dict.fromkeys(tables, "*i32") | dict.fromkeys(numbers, "i32")
@@ -53,10 +54,11 @@ class Plan(Entry):
                 "required_chunks": used if required is None else required, "wants_required_chunks": int(required is
                 not None), "input_row_offsets": args.input_row_offsets, "lengths": cache.lengths,
                 "lengths_include_new": int(cache.lengths_include_new),
-                "batch_size": batch, "buffer_token_size": args.buffer_token_size,
+                "batch_size": batch, "chunks": rows.shape[0], "buffer_token_size": args.buffer_token_size,
                 "stride_rows": rows.stride(0), "stride_offsets": offsets.stride(0), "stride_lengths": used.stride(0),
             }  # fmt: skip
-            kernel.launch(values, rows.shape[0], max(1, min(PLAN_SEGMENTS, -(-batch // PLAN_BLOCK))))
+            segments = max(1, min(PLAN_SEGMENTS, -(-batch // PLAN_BLOCK)))
+            kernel.launch(values, min(rows.shape[0], PLAN_PROGRAMS // segments), segments)
 
         return run
 
