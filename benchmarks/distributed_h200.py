@@ -3,16 +3,18 @@
     NCCL_NVLS_ENABLE=0 torchrun --standalone --nproc-per-node 2 benchmarks/distributed_h200.py --json result.json
 
 Every rank also holds the whole problem and computes the answer of one GPU itself. Times are medians over runs of the
-slowest rank's time, by events. "work" is the context-parallel call with its transfers left out (each rank then takes
-its own queries for the others'), "transfers" is the call with its attention left out, "hidden" the share of the shorter
-of the two that does not show in the whole. Without a GPU the same script runs small on gloo and checks itself; its
-times then mean nothing.
+slowest rank's time, by events, with the host ahead of the GPU; "idle" is with a GPU that waits for the host, "host"
+what the host takes to make the call. "work" is the context-parallel call with its transfers left out (each rank then
+takes its own queries for the others'), "transfers" is the call with its attention left out, "hidden" the share of the
+shorter of the two that does not show in the whole. Without a GPU the same script runs small on gloo and checks itself;
+its times then mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import json
 import os
 import statistics
@@ -192,8 +194,16 @@ def check_heads(problem: Problem, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(call: Callable[[], Any], place: Place, runs: int) -> float:
-    """Return milliseconds: the median over runs of the slowest rank, after one run that does not count."""
+#: Cycles for which a GPU is kept busy so that the host is ahead of it: 4 ms at 2 GHz.
+AHEAD_CYCLES = 8_000_000
+
+
+def measure(call: Callable[[], Any], place: Place, runs: int, ahead: bool = True) -> float:
+    """Return milliseconds: the median over runs of the slowest rank, after one run that does not count.
+
+    With `ahead` the GPU is busy while the host makes the call, as it is in a model whose layers follow each other;
+    otherwise it waits for the host.
+    """
     call()
     times = []
     for _ in range(runs):
@@ -201,6 +211,8 @@ def measure(call: Callable[[], Any], place: Place, runs: int) -> float:
         dist.all_reduce(gate)  # on a GPU the stream waits for the other rank's, the host does not
         if place.device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if ahead:
+                torch.cuda._sleep(AHEAD_CYCLES)
             start.record()
             call()
             stop.record()
@@ -210,6 +222,23 @@ def measure(call: Callable[[], Any], place: Place, runs: int) -> float:
             begin = time.perf_counter()
             call()
             times.append((time.perf_counter() - begin) * 1e3)
+    return _median_of_slowest(times, place)
+
+
+def measure_host(call: Callable[[], Any], place: Place, runs: int) -> float:
+    """Return the milliseconds that the host takes to make a call, the GPU being busy: as `measure`."""
+    times = []
+    for _ in range(runs):
+        dist.barrier()
+        if place.device.type == "cuda":
+            torch.cuda._sleep(AHEAD_CYCLES)
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return _median_of_slowest(times, place)
+
+
+def _median_of_slowest(times: list[float], place: Place) -> float:
     gathered = torch.tensor(times, dtype=torch.float64, device=place.device)
     dist.all_reduce(gathered, dist.ReduceOp.MAX)
     return statistics.median(gathered.tolist())
@@ -228,10 +257,10 @@ def without_transfers() -> Iterator[None]:
 
 @contextmanager
 def without_attention() -> Iterator[None]:
-    """Let every partial result be empty."""
+    """Let nothing be attended to."""
 
-    def nothing(job: Any, q: torch.Tensor, weight: torch.Tensor, first_head: int) -> Any:
-        return job.empty_result(q.shape[1])
+    def nothing(*arguments: Any) -> None:
+        pass
 
     with mock.patch.object(context_parallel._Job, "attend", nothing):
         yield
@@ -247,23 +276,38 @@ def time_step(step: Step, place: Place, runs: int) -> dict[str, Any]:
         work = measure(lambda: problem.context_parallel(mask), place, runs)
     with without_attention():
         transfers = measure(lambda: problem.context_parallel(mask), place, runs)
+    calls = {"one": problem.one_device, "heads": problem.head_parallel, "keys": problem.context_parallel}
+    idle = {
+        f"{name}_idle_ms": measure(lambda call=call: call(mask), place, runs, False) for name, call in calls.items()
+    }
+    host = {f"{name}_host_ms": measure_host(lambda call=call: call(mask), place, runs) for name, call in calls.items()}
     return {
         "step": step.name, "heads": step.heads, "cached": step.cached, "new": step.new,
         "one_ms": one, "heads_ms": heads, "keys_ms": keys, "work_ms": work, "transfers_ms": transfers,
         "hidden": (work + transfers - keys) / min(work, transfers),
         "heads_efficiency": one / heads / place.world, "keys_efficiency": one / keys / place.world,
-        "one_tflops": step.flops / one / 1e9,
+        "one_tflops": step.flops / one / 1e9, **more,
     }  # fmt: skip
 
 
 def time_link(place: Place, runs: int) -> list[dict[str, float]]:
     """Time exchanges in which every rank sends to the next and receives from the one before."""
     found = []
-    for mebibytes in (1, 16, 64, 256) if place.device.type == "cuda" else (1,):
+    for mebibytes in (1, 4, 16, 64, 256) if place.device.type == "cuda" else (1,):
         tensor = torch.empty(mebibytes << 18, dtype=torch.float32, device=place.device)
-        ms = measure(lambda tensor=tensor: exchange.exchange([tensor], 1, dist.group.WORLD).wait(), place, runs)
-        found.append({"mebibytes": mebibytes, "ms": ms, "gbytes_a_second_each_way": tensor.nbytes / ms / 1e6})
+        call = functools.partial(_send, tensor)
+        ms, idle = (measure(call, place, runs, ahead) for ahead in (True, False))
+        found.append(
+            {
+                "mebibytes": mebibytes, "ms": ms, "gbytes_a_second_each_way": tensor.nbytes / ms / 1e6, "idle_ms": idle,
+                "host_ms": measure_host(call, place, runs),
+            }
+        )  # fmt: skip
     return found
+
+
+def _send(tensor: torch.Tensor) -> None:
+    exchange.exchange([tensor], 1, dist.group.WORLD).wait()
 
 
 class Report:
@@ -353,10 +397,13 @@ def main() -> None:
 def show(report: Report) -> None:
     """Print the times as a table, and their sums."""
     say, times = report.place.say, report.found.get("times", [])
-    columns = ("one_ms", "heads_ms", "keys_ms", "work_ms", "transfers_ms")
+    columns = (
+        "one_ms", "heads_ms", "keys_ms", "work_ms", "transfers_ms", "one_idle_ms", "keys_idle_ms", "one_host_ms",
+        "keys_host_ms",
+    )  # fmt: skip
     say(
         f"{'step':>6}{'H':>5}"
-        + "".join(f"{c.removesuffix('_ms'):>11}" for c in columns)
+        + "".join(f"{c.removesuffix('_ms'):>10}" for c in columns)
         + "   hidden  eff heads  eff keys"
     )
     for heads in sorted({row["heads"] for row in times}):
@@ -373,7 +420,7 @@ def show(report: Report) -> None:
             rows.append(total)
         for row in rows:
             say(
-                f"{row['step']:>6}{heads:>5}" + "".join(f"{row[c]:>11.3f}" for c in columns)
+                f"{row['step']:>6}{heads:>5}" + "".join(f"{row[c]:>10.3f}" for c in columns)
                 + f"{row['hidden']:>9.0%}{row['heads_efficiency']:>11.2f}{row['keys_efficiency']:>10.2f}"
             )  # fmt: skip
     say(f"left out: {report.found['left_out'] or 'nothing'}; {report.found['seconds']:.0f} s in all")

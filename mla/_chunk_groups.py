@@ -54,7 +54,7 @@ class Groups:
 
 
 def split(seq_lens: list[int], row_offsets: list[int], page_size: int, buffer_token_size: int) -> list[Group]:
-    """Return the groups chunk by chunk.
+    """Return the groups chunk by chunk; every sequence that has rows is in some.
 
     Parameters
     ----------
@@ -65,10 +65,12 @@ def split(seq_lens: list[int], row_offsets: list[int], page_size: int, buffer_to
     """
     groups: dict[tuple[int, bool, bool], Group] = {}
     start = 0
+    last_chunk = max(-(-sum(-(-length // page_size) * page_size for length in seq_lens) // buffer_token_size) - 1, 0)
     for s, length in enumerate(seq_lens):
         first, last = row_offsets[s], row_offsets[s + 1]
         if first < last:
-            begin, end = start // buffer_token_size, (start + length - 1) // buffer_token_size
+            begin = min(start // buffer_token_size, last_chunk)  # one that has no keys still has a result
+            end = max((start + length - 1) // buffer_token_size, begin)
             for chunk in range(begin, end + 1):
                 key = chunk, chunk == begin, chunk == end
                 known = groups.get(key)

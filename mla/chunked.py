@@ -32,7 +32,7 @@ from mla.gather import Weight
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask, as_mask
 from mla.merge import find_run as find_merge
-from mla.plan import PrefillPlan, check_buffer_token_size, make_plan
+from mla.plan import PlanChunk, PrefillPlan, check_buffer_token_size, make_plan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, MergeArgs
 
 if TYPE_CHECKING:
@@ -179,6 +179,10 @@ def run_job(
     ----------
     keep_rows : bool
         Leave rows of the output that belong to no sequence as they are; they may become anything otherwise.
+
+    Notes
+    -----
+    Every row of a sequence is written, also where the sequence has no keys here, as on a rank that holds others.
     """
     cache, device = call.k_rope, call.q.device
     assert isinstance(cache, PagedKVCache)
@@ -352,12 +356,20 @@ class _Kernels:
         run(args)
 
 
+def _chunks_of(plan: PrefillPlan) -> list[PlanChunk]:
+    """Return the chunks of a plan; one of no rows where the batch has no keys, over which rows of q attend as well."""
+    chunks = list(plan.chunks())
+    if not chunks and plan.batch_size:
+        chunks.append(PlanChunk(0, plan.buffer_row_offsets[0], plan.cache_offsets[0], 0, 0))
+    return chunks
+
+
 def _attend_groups(
     call: Call, plan: PrefillPlan, groups: Groups, weight: Weight, extents: Extents, workspace: torch.Tensor | None
 ) -> None:
     """Work through the groups of rows: whole sequences into the output, parts of others merged on the way."""
     output, lse, sinks = call.output, call.lse, call.sinks
-    chunks = list(plan.chunks())
+    chunks = _chunks_of(plan)
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = extents._replace(rows=rows, partial=groups.most_parted_rows)
     parts = extents.allocate(workspace, call.q.device)
@@ -379,7 +391,8 @@ def _attend_groups(
             kernels.judge(call)  # whatever is wrong is said before the first launch
             buffer.begin()
         if in_buffer != group.chunk:
-            buffer.fill(chunk)
+            if chunk.max_length:
+                buffer.fill(chunk)
             in_buffer = group.chunk
         kernels.attend(call)
         if not group.starts:
@@ -398,7 +411,7 @@ def _attend_all(
     keep_rows: bool,
 ) -> None:
     """Work through the chunks with all rows of q: the first result has the sinks, the others are merged into it."""
-    chunks = list(plan.chunks())
+    chunks = _chunks_of(plan)
     output, lse, sinks = call.output, call.lse, call.sinks
     several, last = len(chunks) > 1, len(chunks) - 1
     rows = max((chunk.max_length for chunk in chunks), default=0)
@@ -420,7 +433,8 @@ def _attend_all(
                 so_far.output.copy_(output)
                 so_far.lse.zero_()
                 part.lse.fill_(-math.inf)
-        buffer.fill(chunk)
+        if chunk.max_length:
+            buffer.fill(chunk)
         kernels.attend(call)
         if i:
             merged, merged_lse = (output, lse) if i == last else so_far

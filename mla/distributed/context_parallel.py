@@ -8,13 +8,14 @@ last result does, so that no transfer is without work beside it::
     compute    own, first half | heads of r+1       | heads of r+2       | ...  | own, second half |
     queries    r+1 ----------->| r+2 -------------->| r+3 ...                   |
     results                                         | r+1 -------------->| ...  | last ---------->| merge
+
+What others found for own heads is merged among itself as it comes, and with what was found here at the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ from mla._chunk_buffer import Extents
 from mla._launch import Stream, stream_scope
 from mla._prefill_call import Call
 from mla.chunked import find_extents, plan_job, run_job
-from mla.distributed.exchange import Group, as_process_group, exchange
+from mla.distributed.exchange import Arrival, Group, as_process_group, exchange
 from mla.distributed.key_shards import InterleavedKeys, KeyShard
-from mla.distributed.local_mask import local_mask
+from mla.distributed.local_mask import depends_on_heads, local_mask
 from mla.errors import ArgumentError, DTypeError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask, as_mask
@@ -114,8 +115,8 @@ def context_parallel_prefill(
 
     Notes
     -----
-    Needs what `mla.chunked_prefill` needs for H / world heads, and at most three f32 results [T, H / world, dv] beside
-    the one that grows, and two copies of q and weight, however many ranks there are. Each rank merges in an order of
+    Needs what `mla.chunked_prefill` needs for H / world heads, and at most five f32 results [T, H / world, dv] and two
+    copies of q and weight, however many ranks there are. Each rank merges in an order of
     its own, always the same: the result is deterministic. Nothing synchronises but the plan (`mla.chunked_prefill`).
     """
     if torch.compiler.is_compiling():
@@ -145,20 +146,16 @@ def context_parallel_prefill(
             plan = plan_job(cache, input_row_offsets, extents.rows, max_chunks, seq_lens_cpu, target)
         starts = as_index(start_positions, "start_positions", cache.batch_size, cache.device)
         job = _Job(cache, plan, offsets, starts, as_mask(mask, "mask"), keys, scale, softcap, target, extents, world)
-        so_far = job.empty_result(extents.heads)
-        so_far.output.zero_()
-        if sinks is not None:
-            so_far.lse.copy_(sinks.expand_as(so_far.lse))
-        _go_round(job, so_far, q, weight, rank, world, members)
-        output.copy_(so_far.output)
+        lse = torch.empty(extents.total, extents.heads, dtype=torch.float32, device=q.device)
+        _go_round(job, _Result(output, lse), q, weight, sinks, rank, world, members)
     if not return_lse:
         return output
-    return output, so_far.lse if lse_layout == "TH" else so_far.lse.T.contiguous()
+    return output, lse if lse_layout == "TH" else lse.T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Attention over some of the keys, f32; a row whose LSE is -inf may hold anything."""
+    """Attention over some of the keys; a row whose LSE is -inf may hold anything."""
 
     output: torch.Tensor  # [T, h, dv]
     lse: torch.Tensor  # [T, h]
@@ -166,9 +163,9 @@ class _Result:
     def of(self, heads: slice) -> _Result:
         return _Result(self.output[:, heads], self.lse[:, heads])
 
-    def absorb(self, other: _Result, target: str | Target) -> None:
-        """Merge another result of the same heads into this one."""
-        merge_attn_states(self.output, self.output, self.lse, other.output, other.lse, self.lse, target=target)
+    def become(self, one: _Result, other: _Result, target: str | Target) -> None:
+        """Become two results of the same heads merged; one of them may be this."""
+        merge_attn_states(self.output, one.output, one.lse, other.output, other.lse, self.lse, target=target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,55 +183,91 @@ class _Job:
     target: str | Target
     extents: Extents
     world: int
+    masks: dict[range | None, Mask] = field(default_factory=dict)
 
-    def empty_result(self, heads: int) -> _Result:
-        """Return the result over no keys at all."""
-        device, rows = self.cache.device, self.extents.total
-        output = torch.empty(rows, heads, self.extents.v_dim, dtype=torch.float32, device=device)
-        return _Result(output, torch.full((rows, heads), -math.inf, device=device))
+    def room(self) -> torch.Tensor:
+        """Return memory for an f32 result of as many heads as a rank has, which is sent at once."""
+        size = self.extents.total * self.extents.heads * (self.extents.v_dim + 1)
+        return torch.empty(size, dtype=torch.float32, device=self.cache.device)
 
-    def attend(self, q: torch.Tensor, weight: torch.Tensor, first_head: int) -> _Result:
+    def result_in(self, room: torch.Tensor) -> _Result:
+        """Return the result that lies in some room."""
+        rows, v_dim = self.extents.total, self.extents.v_dim
+        heads = self.extents.heads
+        output, lse = room.split((rows * heads * v_dim, rows * heads))
+        return _Result(output.view(rows, heads, v_dim), lse.view(rows, heads))
+
+    def joined(self, so_far: _Result | None, returning: Arrival) -> _Result:
+        """Return what came before and what comes now, merged."""
+        (room,) = returning.wait()
+        arrived = self.result_in(room)
+        if so_far is not None:
+            arrived.become(so_far, arrived, self.target)
+        return arrived
+
+    def attend(
+        self, q: torch.Tensor, weight: torch.Tensor, first_head: int, into: _Result, sinks: torch.Tensor | None = None
+    ) -> None:
         """Attend over own keys for the heads of q, the first of which is `first_head` of the model."""
         count = q.shape[1]
-        heads = range(first_head, first_head + count)
-        num_heads = self.extents.heads * self.world
-        mask = local_mask(self.mask, heads, num_heads, self.keys, self.cache.batch_size, q.device)
-        result = self.empty_result(count)
+        mask = self._mask_of(range(first_head, first_head + count))
         call = Call(
-            result.output, q, None, q, q, self.cache, None, mask, self.offsets, self.offsets, self.scale,
-            start_positions=self.starts, lse=result.lse, softcap=self.softcap, target=self.target,
+            into.output, q, None, q, q, self.cache, None, mask, self.offsets, self.offsets, self.scale,
+            start_positions=self.starts, lse=into.lse, softcap=self.softcap, sinks=sinks, target=self.target,
         )  # fmt: skip
         run_job(call, weight, self.extents._replace(heads=count), self.plan, None, None, None, keep_rows=False)
-        return result
+
+    def _mask_of(self, heads: range) -> Mask:
+        key = heads if depends_on_heads(self.mask) else None
+        mask = self.masks.get(key)
+        if mask is None:
+            num_heads = self.extents.heads * self.world
+            mask = local_mask(self.mask, heads, num_heads, self.keys, self.cache.batch_size, self.cache.device)
+            self.masks[key] = mask
+        return mask
 
 
 def _go_round(
-    job: _Job, so_far: _Result, q: torch.Tensor, weight: torch.Tensor, rank: int, world: int, group: dist.ProcessGroup
+    job: _Job,
+    result: _Result,
+    q: torch.Tensor,
+    weight: torch.Tensor,
+    sinks: torch.Tensor | None,
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Merge into `so_far` the attention of own heads over the keys of all ranks, and do the like for the others."""
+    """Write the attention of own heads over the keys of all ranks into `result`, and do the like for the others."""
     count, width = job.extents.heads, job.extents.nope + job.extents.v_dim
-    half = count // 2 if world > 1 else 0
+    if world == 1:
+        job.attend(q, weight, 0, result, sinks)
+        return
+    own, from_others = job.result_in(job.room()), None
+    half = count // 2
 
     def attend_own(heads: slice) -> None:
         if heads.start < heads.stop:
-            rows = slice(heads.start * width, heads.stop * width)
-            part = job.attend(q[:, heads], weight[rows], rank * count + heads.start)
-            so_far.of(heads).absorb(part, job.target)
+            part, rows = own.of(heads), slice(heads.start * width, heads.stop * width)
+            job.attend(
+                q[:, heads], weight[rows], rank * count + heads.start, part, None if sinks is None else sinks[heads]
+            )
 
-    arriving = exchange((q, weight), -1, group) if world > 1 else None
+    arriving = exchange((q, weight), -1, group)
     returning = None
     attend_own(slice(0, half))
     for step in range(1, world):
-        assert arriving is not None
         their_q, their_weight = arriving.wait()
-        arriving = exchange((q, weight), -step - 1, group) if step + 1 < world else None
-        part = job.attend(their_q, their_weight, (rank + step) % world * count)
+        if step + 1 < world:
+            arriving = exchange((q, weight), -step - 1, group)
+        room = job.room()
+        job.attend(their_q, their_weight, (rank + step) % world * count, job.result_in(room))
         if returning is not None:
-            so_far.absorb(_Result(*returning.wait()), job.target)
-        returning = exchange((part.output, part.lse), step, group)
+            from_others = job.joined(from_others, returning)
+        returning = exchange((room,), step, group)
     attend_own(slice(half, count))
-    if returning is not None:
-        so_far.absorb(_Result(*returning.wait()), job.target)
+    assert returning is not None
+    from_others = job.joined(from_others, returning)
+    result.become(own, from_others, job.target)
 
 
 def _check_shard(

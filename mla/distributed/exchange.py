@@ -61,12 +61,25 @@ def exchange(tensors: Sequence[torch.Tensor], shift: int, group: dist.ProcessGro
 
     Everybody in the group calls this in the same order. NCCL and RCCL work on a stream of their own, behind what the
     current stream holds now.
+
+    Notes
+    -----
+    An all-to-all in which one rank alone gets something is one call of the host, a batch of sends and receives is
+    several; on the wire both are the same sends and receives.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    target, source = (dist.get_global_rank(group, (rank + step) % world) for step in (shift, -shift))
-    sent = [tensor.contiguous() for tensor in tensors]
-    received = [torch.empty_like(tensor) for tensor in sent]
-    first_tag = 2 * (shift + world)  # no two exchanges of one call have a tag in common, whatever order a backend keeps
-    ops = [dist.P2POp(dist.isend, x, target, group, first_tag + i) for i, x in enumerate(sent)]
-    ops += [dist.P2POp(dist.irecv, x, source, group, first_tag + i) for i, x in enumerate(received)]
-    return Arrival(dist.batch_isend_irecv(ops), received, sent)
+    arrival = Arrival([], [], [])
+    for tensor in tensors:
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        counts = [0] * world, [0] * world
+        counts[0][(rank - shift) % world] = counts[1][(rank + shift) % world] = sent.nbytes
+        work = dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), *counts, group, async_op=True)
+        arrival.works.append(work)
+        arrival.received.append(received)
+        arrival.sent.append(sent)
+    return arrival
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

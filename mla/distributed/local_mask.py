@@ -74,6 +74,16 @@ def local_mask(
     return Mask.from_text(_rewrite(mask.program, strides, uses_h).text, captures, biases)
 
 
+def depends_on_heads(mask: Mask) -> bool:
+    """Return whether a mask hides other keys from one head than from another."""
+    program = mask.program
+    return (
+        variable("h") in postorder(program.expression)
+        or "h" in program.captures
+        or any(bias.shape[1] > 1 for bias in mask.biases)
+    )
+
+
 @functools.lru_cache(maxsize=512)
 def _rewrite(program: MaskProgram, strides: _Keys, uses_h: bool) -> MaskProgram:
     """Return the program with positions and head numbers in place of k and h, captured behind its own tensors."""

@@ -48,7 +48,9 @@ def part_of(problem: Problem, rank: int, world: int, target: str) -> _Result:
     extents = find_extents(problem.q, cache, problem.weight, case.buffer, plan)
     starts = problem.starts.to(torch.int32)
     job = _Job(cache, plan, offsets, starts, problem.mask, keys, SCALE, case.softcap, target, extents, 1)
-    return job.attend(problem.q, problem.weight, 0)
+    result = job.result_in(job.room().fill_(torch.nan))
+    job.attend(problem.q, problem.weight, 0, result)
+    return result
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -68,7 +70,7 @@ def test_the_parts_of_four_ranks_are_the_whole(case: Case, target: str) -> None:
     parts = [part_of(problem, rank, 4, target) for rank in range(4)]
 
     def merged(one: _Result, other: _Result) -> _Result:
-        one.absorb(other, target)
+        one.become(one, other, target)
         return one
 
     whole = reduce(merged, parts)
