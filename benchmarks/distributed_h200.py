@@ -277,10 +277,10 @@ def time_step(step: Step, place: Place, runs: int) -> dict[str, Any]:
     with without_attention():
         transfers = measure(lambda: problem.context_parallel(mask), place, runs)
     calls = {"one": problem.one_device, "heads": problem.head_parallel, "keys": problem.context_parallel}
-    idle = {
-        f"{name}_idle_ms": measure(lambda call=call: call(mask), place, runs, False) for name, call in calls.items()
-    }
-    host = {f"{name}_host_ms": measure_host(lambda call=call: call(mask), place, runs) for name, call in calls.items()}
+    more = {}
+    for name, call in calls.items():
+        more[f"{name}_idle_ms"] = measure(functools.partial(call, mask), place, runs, ahead=False)
+        more[f"{name}_host_ms"] = measure_host(functools.partial(call, mask), place, runs)
     return {
         "step": step.name, "heads": step.heads, "cached": step.cached, "new": step.new,
         "one_ms": one, "heads_ms": heads, "keys_ms": keys, "work_ms": work, "transfers_ms": transfers,
