@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla import mask_code
-from mla.backends.cuda import params
+from mla.backends.cuda import params, prefill_sm90_block
 from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
@@ -67,6 +67,19 @@ def rope_box(page_size: int) -> int:
     """Return the keys that one TMA box of rope rows spans; 0 where half of them fill no whole atoms of 8."""
     box = math.gcd(page_size, _BLOCK)
     return 0 if box % 16 else box
+
+
+def contents(args: PrefillArgs) -> tuple[object, ...]:
+    """Return all that a parameter block holds, biases apart, without making it."""
+    scales = args.q_scale, args.k_scales, args.v_scale
+    cached = None if args.cache is None else args.cache.scales
+    return (
+        *prefill_sm90_block.contents(args),
+        *(
+            None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
+            for tensor in (args.q_rope, *scales, args.rope_scales, cached)
+        ),
+    )
 
 
 def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
