@@ -14,7 +14,8 @@ from mla import mask_code
 from mla.backends.cuda import params, runtime
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
-from mla.problem import PrefillArgs, Problem
+from mla.errors import ArgumentError
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -67,27 +68,41 @@ class Tile:
             return replace(self, warp_rows=self.warp_rows // 2)
         return replace(self, warps=self.warps // 2)
 
-    def shared_bytes(self, dims: tuple[int, int]) -> int:
-        """Dynamic shared memory of a block; the device asserts the same sum."""
-        q_depth, v_head_dim = dims
-        return 2 * ((self.block_m + _STAGES_K * self.block_n) * q_depth + self.block_n * v_head_dim) + _ITEM_BYTES
+    def shared_bytes(self, problem: Problem, *, value_scales: bool = True) -> int:
+        """Dynamic shared memory of a block; the device asserts the same sum.
+
+        A rope lies there in 16 bits, fp8 rows as they are, scales behind their rows; ``value_scales`` of each row of an
+        fp8 v.
+        """
+        fp8 = problem.dtypes.startswith("fp8")
+        size, scale = (1, 4) if fp8 else (2, 0)
+        row = problem.qk_nope_head_dim * size + 2 * QK_ROPE_HEAD_DIM
+        key = row + (4 if "fp8" in problem.dtypes else 0) + (scale if value_scales else 0)
+        keys = _STAGES_K * self.block_n * key + self.block_n * problem.v_head_dim * size
+        return self.block_m * (row + scale) + keys + _ITEM_BYTES
 
     def accumulators(self, dims: tuple[int, int]) -> int:
         """Registers of a thread that hold scores and output."""
         return self.warp_rows * (self.block_n + dims[1]) // 32
 
-    def fits(self, dims: tuple[int, int], limit: int) -> bool:
+    def fits(self, problem: Problem, limit: int) -> bool:
         """Tell whether an SM whose blocks can have ``limit`` bytes each holds the resident blocks."""
-        return self.resident * (self.shared_bytes(dims) + _RESERVED_BYTES) <= limit + _RESERVED_BYTES
+        return self.resident * (self.shared_bytes(problem) + _RESERVED_BYTES) <= limit + _RESERVED_BYTES
 
 
 #: By dims, the best first: two blocks that overlap each other's softmax and products where they fit.
 TILES = {
-    (192, 128): (Tile(4, 32, 64, 2), Tile(8, 32, 64, 1), Tile(4, 32, 32, 2), Tile(8, 16, 32, 1)),
+    (192, 128): (
+        Tile(4, 32, 64, 2),
+        Tile(8, 32, 64, 1),
+        Tile(4, 32, 32, 2),
+        Tile(8, 16, 64, 1),
+        Tile(8, 16, 32, 1),
+    ),
     (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
 }
-#: The addresses of a bias need registers that the largest tile does not leave.
-_MOST_ACCUMULATORS_WITH_BIAS = 160
+#: The addresses of a bias and the widening of fp8 need registers that the largest tile does not leave.
+_MOST_ACCUMULATORS_WITH_COMPANY = 160
 
 
 def shared_limit(arch: str) -> int:
@@ -97,11 +112,26 @@ def shared_limit(arch: str) -> int:
 
 def tile_of(problem: Problem, arch: str) -> Tile | None:
     """Choose the first tile that fits the registers and the shared memory of an architecture."""
+    alone = "bias" not in problem.features and not problem.dtypes.startswith("fp8")
     for tile in TILES[problem.dims]:
-        spacious = "bias" not in problem.features or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_BIAS
-        if spacious and tile.fits(problem.dims, shared_limit(arch)):
+        spacious = alone or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_COMPANY
+        if spacious and tile.fits(problem, shared_limit(arch)):
             return tile
     return None
+
+
+class OperandScales(Structure):
+    """``sm80/prefill_layout.cuh``: scales of fp8 operands."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("q_stride", c_longlong),
+        ("k", c_void_p),
+        ("k_stride", c_longlong),
+        ("v", c_void_p),
+        ("v_stride", c_longlong),
+        ("rope", PagedRows),
+    ]
 
 
 class _Scalars(Structure):
@@ -111,6 +141,9 @@ class _Scalars(Structure):
         ("q", c_void_p),
         ("q_stride_t", c_longlong),
         ("q_stride_h", c_longlong),
+        ("q_rope", c_void_p),
+        ("q_rope_stride_t", c_longlong),
+        ("q_rope_stride_h", c_longlong),
         ("k", c_void_p),
         ("k_stride_t", c_longlong),
         ("k_stride_h", c_longlong),
@@ -127,6 +160,7 @@ class _Scalars(Structure):
         ("sequences", SequenceArgs),
         ("page_table", PageTable),
         ("rope", PagedRows),
+        ("scales", OperandScales),
         ("logit_scale", c_float),
         ("softcap_scale", c_float),
         ("softcap_logit", c_float),
@@ -145,9 +179,17 @@ _pack = params.packer(_Scalars)
 
 
 @functools.lru_cache(maxsize=512)
-def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool) -> KernelSpec:
-    """Describe the kernel; softcap, bias or a scale that is not positive have scores scaled before the maxima."""
+def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool, value_scales: bool = False) -> KernelSpec:
+    """Describe the kernel.
+
+    Softcap, bias or a scale that is not positive have scores scaled before the maxima; ``value_scales`` says that each
+    row of an fp8 v has one.
+    """
     assert problem.mask is not None and problem.rope is not None
+    data, _, rope = problem.dtypes.partition("+")
+    element = "bf16" if data == "fp8" else data
+    rope = rope.removesuffix("_rope") or data
+    prescaled = "rope_prescaled" in problem.features
     features = problem.features & {"lse", "sinks", "softcap", "bias"}
     scale_scores = not positive_scale or bool(features & {"softcap", "bias"})
     parts = [
@@ -155,10 +197,15 @@ def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool) -> Kerne
         f"p{problem.page_size}a{problem.alignment}m{tile.block_m}n{tile.block_n}",
         "-".join(sorted(features)) or "plain",
         *(["scaled"] if scale_scores else []),
+        *(["prescaled"] if prescaled else []),
+        *(["rows"] if value_scales else []),
+        *(["transposed"] if "v_transposed" in problem.features else []),
         problem.mask.key,
     ]
     defines: tuple[tuple[str, int | str], ...] = (
-        ("MLA_ELEMENT", C_TYPES[problem.dtypes]),
+        ("MLA_ELEMENT", C_TYPES[element]),
+        ("MLA_DATA", C_TYPES[data]),
+        ("MLA_ROPE", C_TYPES[rope]),
         ("MLA_OUTPUT", C_TYPES[problem.out_dtype]),
         ("MLA_NOPE_DIM", problem.qk_nope_head_dim),
         ("MLA_V_DIM", problem.v_head_dim),
@@ -169,6 +216,9 @@ def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool) -> Kerne
         ("MLA_SINKS", int("sinks" in features)),
         ("MLA_SOFTCAP", int("softcap" in features)),
         ("MLA_SCALE_SCORES", int(scale_scores)),
+        ("MLA_ROPE_PRESCALED", int(prescaled)),
+        ("MLA_VALUE_SCALES", int(value_scales)),
+        ("MLA_V_TRANSPOSED", int("v_transposed" in problem.features)),
         ("MLA_WARPS", tile.warps),
         ("MLA_WARP_ROWS", tile.warp_rows),
         ("MLA_BLOCK_N", tile.block_n),
@@ -180,7 +230,7 @@ def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool) -> Kerne
         symbol="mla_prefill",
         params=PrefillParams,
         threads=32 * tile.warps,
-        shared_bytes=tile.shared_bytes(problem.dims),
+        shared_bytes=tile.shared_bytes(problem, value_scales=value_scales),
         defines=defines,
         generated=(("mask.cuh", mask_code.c_source(problem.mask)),),
     )
@@ -194,7 +244,7 @@ class PrefillSm80:
         """Refuse an architecture whose shared memory holds no tile."""
         if tile_of(problem, arch) is not None:
             return None
-        least = min(tile.shared_bytes(problem.dims) for tile in TILES[problem.dims])
+        least = min(tile.shared_bytes(problem) for tile in TILES[problem.dims])
         return f"needs {least:,} bytes of shared memory a block, and {arch} has {shared_limit(arch):,}"
 
     @staticmethod
@@ -217,9 +267,10 @@ class PrefillSm80:
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
-        """Compile and load for a positive scale, for another when a call has one; the result launches.
+        """Compile and load for a positive scale and values of one scale a head, for others when a call has them.
 
-        Calls that would leave processors idle, and those of short sequences, take tiles of half the height.
+        The result launches. Calls that would leave processors idle, and those of short sequences, take tiles of half
+        the height.
         """
         tall = tile_of(problem, runtime.arch_of(device))
         assert tall is not None, "dispatch asks check() first"
@@ -227,11 +278,12 @@ class PrefillSm80:
         blocks_at_once = runtime.properties(device).multi_processor_count * tall.resident
 
         @functools.cache
-        def kernel(tile: Tile, positive_scale: bool) -> runtime.Kernel:
-            return runtime.load(prefill_spec(problem, tile, positive_scale=positive_scale), device)
+        def kernel(tile: Tile, positive_scale: bool, value_scales: bool) -> runtime.Kernel:
+            spec = prefill_spec(problem, tile, positive_scale=positive_scale, value_scales=value_scales)
+            return runtime.load(spec, device)
 
         for tile in (tall, short):
-            kernel(tile, True)
+            kernel(tile, True, False)
 
         def run(args: PrefillArgs) -> None:
             rows, heads = args.q.shape[:2]
@@ -241,13 +293,15 @@ class PrefillSm80:
             few = (rows // tall.block_m + batch) * heads <= blocks_at_once
             tile = short if few or args.max_seqlen_q <= short.block_m else tall
             slots = rows // tile.block_m + batch
-            kernel(tile, args.softmax_scale > 0.0).launch(_params(args, batch, heads), slots * heads)
+            value_scales = args.v_scale is not None and args.v_scale.ndim == 2
+            params = _params(args, problem.granularity, batch, heads)
+            kernel(tile, args.softmax_scale > 0.0, value_scales).launch(params, slots * heads)
 
         return run
 
 
-def _params(args: PrefillArgs, batch: int, heads: int) -> bytes:
-    """Make the parameter block; strides in elements, those of rope in bytes."""
+def _params(args: PrefillArgs, granularity: int, batch: int, heads: int) -> bytes:
+    """Make the parameter block; strides in elements, those of rope and its scales in bytes."""
     logit_scale = args.softmax_scale * math.log2(math.e)
     cache, rope, mask = args.cache, args.rope, args.mask
     if cache is not None:
@@ -257,14 +311,16 @@ def _params(args: PrefillArgs, batch: int, heads: int) -> bytes:
         table, rows = (0, 0, 0), rope if args.rope_kind == "batched" else rope[None]
     scalars = _pack(
         *_row_fields(args.q),
+        *((0, 0, 0) if args.q_rope is None else _row_fields(args.q_rope)),
         *_row_fields(args.k),
-        *_row_fields(args.v),
+        *(_row_fields(args.v) if args.v.stride(2) == 1 else (args.v.data_ptr(), args.v.stride(2), args.v.stride(1))),
         *_row_fields(args.output),
         *((0, 0, 0) if args.lse is None else (args.lse.data_ptr(), *args.lse.stride())),
         params.pointer(args.sinks) or 0,
         *params.sequence_fields(args),
         *table,
         *params.row_fields(rows, rows.element_size()),
+        *(_scale_fields(args, granularity) if granularity or args.q_scale is not None else _NO_SCALES),
         logit_scale,
         2.0 * logit_scale / args.softcap if args.softcap else 0.0,
         args.softcap * math.log2(math.e),
@@ -276,6 +332,32 @@ def _params(args: PrefillArgs, batch: int, heads: int) -> bytes:
 
 
 _PLAIN_MASK = bytes(mask_code.MaskArgs())
+_NO_SCALES = (0,) * 9
+
+
+def _scale_fields(args: PrefillArgs, granularity: int) -> tuple[int, ...]:
+    """Return the scalars of an `OperandScales`; one scale of v for all heads has stride 0."""
+    fields: list[int] = []
+    for scale in (args.q_scale, args.k_scales, args.v_scale):
+        fields += (0, 0) if scale is None else (scale.data_ptr(), scale.stride(0) if scale.shape[0] > 1 else 0)
+    return (*fields, *(_rope_scale_fields(args, granularity) if granularity else (0, 0, 0)))
+
+
+def _rope_scale_fields(args: PrefillArgs, granularity: int) -> tuple[int, int, int]:
+    """Return the scalars of the `PagedRows` of the rope's scales, from the rope's block of columns on."""
+    if args.cache is not None:
+        scales, column = args.cache.scales, KV_LORA_RANK
+    else:
+        scales, column = args.rope_scales, args.rope_scale_base
+        assert scales is not None
+        scales = scales if args.rope_kind == "batched" else scales[None]
+    if column % granularity + QK_ROPE_HEAD_DIM > granularity:
+        raise ArgumentError(
+            f"k_rope: its columns, from {column} of the scaled row on, lie in two blocks of {granularity}; "
+            "this implementation takes one scale for each row"
+        )
+    data, page_stride, token_stride = params.row_fields(scales, 4)
+    return data + column // granularity * 4, page_stride, token_stride
 
 
 def _row_fields(rows: torch.Tensor) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ Not a run on NVIDIA hardware: see tests/support/cuda_execution.hpp.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.kernels.test_cuda_prefill_sm80 import shifted
 from tests.support.cuda_execution import Executor, HostFault, Mutation, executed, needs_compiler
 from tests.support.matrix_cases import EDGES
 from tests.support.problems import Case, build
-from tests.support.tolerance import assert_lse, assert_output
+from tests.support.tolerance import assert_lse, assert_output, precision_of
 
 pytestmark = needs_compiler
 Run = Callable[..., Executor]
@@ -34,6 +35,18 @@ CASES = [
     Case(rope="ragged", mask="windows_of_heads", dtypes="fp16", scale=-0.1),
     Case(csr=True, page_size=16, mask="documents", lse_layout="HT"),
     Case(heads=18, lengths=((0, 65), (5, 1)), mask="none"),
+]
+FP8_CASES = [
+    Case(dtypes="bf16+fp8_rope", scale=1.0, lengths=((90, 70), (40, 3)), heads=1, granularity=576),
+    Case(dtypes="fp16+fp8_rope", rope="batched", rope_width=192, granularity=64, heads=2),
+    Case(dtypes="bf16+fp8_rope", rope="ragged", dims=(256, 256), heads=1, scale=-0.1),
+    Case(dtypes="fp8", lengths=((90, 70), (40, 3)), heads=1, sinks=True, v_scale="number"),
+    Case(dtypes="fp8", lengths=((40, 30), (0, 140)), dims=(256, 256), heads=1, v_scale="row", granularity=64),
+    Case(dtypes="fp8", rope="batched", rope_width=192, granularity=64, chunk=(64, 64), mask="causal_bias", heads=2),
+    Case(dtypes="fp8+bf16_rope", lengths=((90, 70), (40, 3)), heads=1, v_scale=""),
+    Case(dtypes="fp8", lengths=((40, 30), (0, 140), (3, 7)), page_size=1, heads=2, v_transposed=True),
+    Case(dtypes="fp8+bf16_rope", lengths=((70, 30), (0, 64)), dims=(256, 256), heads=1, v_transposed=True),
+    Case(dtypes="fp8+bf16_rope", rope="ragged", prescaled=False, dims=(256, 256), heads=2, softcap=5.0),
 ]
 
 
@@ -60,23 +73,26 @@ def check(case: Case, seed: int, elements: int = 0) -> None:
             problem.operands[name] = shifted(problem.operands[name], elements)
     output, lse = problem.run("cuda")
     expected, expected_lse = problem.expect()
-    assert_output(output, expected, case.dtypes)
-    assert_lse(lse, expected_lse, case.dtypes)
+    assert_output(output, expected, precision_of(case.dtypes))
+    assert_lse(lse, expected_lse, precision_of(case.dtypes))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [*itertools.product(ARCHS, CASES), *zip(itertools.cycle(("sm_89", "sm_80")), FP8_CASES, strict=False)],
+    ids=str,
+)
 def test_prefill(arch: str, case: Case, on_host: Run, seed: int) -> None:
     executor = on_host(arch)
     check(case, seed)
     assert len(executor.launched) == 1
 
 
-@pytest.mark.parametrize("elements", [1, 2, 4])
-def test_rows_that_are_not_aligned(elements: int, on_host: Run, seed: int) -> None:
+@pytest.mark.parametrize(("elements", "dtypes"), [(1, "bf16"), (2, "bf16"), (4, "bf16"), (1, "fp8"), (4, "fp8")])
+def test_rows_that_are_not_aligned(elements: int, dtypes: str, on_host: Run, seed: int) -> None:
     executor = on_host("sm_80")
-    check(Case(lengths=((90, 70), (40, 3)), heads=2, strided=False, poison=math.inf), seed, elements)
-    assert f"a{2 * elements}m" in executor.launched[0]
+    check(Case(lengths=((90, 70), (40, 3)), heads=2, dtypes=dtypes, strided=False, poison=math.inf), seed, elements)
+    assert f"a{elements * (2 if dtypes == 'bf16' else 1)}m" in executor.launched[0]
 
 
 def test_tall_and_short_tiles_give_the_same_bits(on_host: Run, seed: int) -> None:
@@ -119,6 +135,17 @@ FAULTS = {
     "stages_swapped": ("k_at + (stage ^ 1) * kKBytes", "k_at + stage * kKBytes"),
     "slots_counted_short": ("/ kBlockM + b;", "/ kBlockM + b / 2;"),
 }
+FP8_FAULTS = {
+    "scale_of_another_key": ("s[i][j][e] *= e % 2 ? scale.y : scale.x", "s[i][j][e] *= scale.x"),
+    "scale_of_another_query": ("ld_shared_f32(first + 4 * row_step(r / 2, r % 2 * 2))", "ld_shared_f32(first)"),
+    "rope_scale_dropped": ("kFp8Data ? scale[pass] : 1.0f", "1.0f"),
+    "rope_in_the_stage_that_is_read": ("rope.store(k_at + (stage ^ 1)", "rope.store(k_at + stage"),
+    "columns_of_two_keys_mixed": ("prmt(b[2 * half], 0, 0x3120)", "prmt(b[2 * half], 0, 0x3210)"),
+    "transposed_before_the_barrier": (
+        "__syncthreads();  // barrier 1\n    values.start(params, item, tile, v_at);",
+        "values.start(params, item, tile, v_at);\n    __syncthreads();  // barrier 1",
+    ),
+}
 
 
 @pytest.mark.parametrize(("old", "new"), FAULTS.values(), ids=FAULTS)
@@ -131,3 +158,11 @@ def test_a_fault_is_caught(old: str, new: str, on_host: Run, seed: int) -> None:
         except (AssertionError, HostFault):
             found = True
     assert found, "the fault was not seen"
+
+
+@pytest.mark.parametrize(("old", "new"), FP8_FAULTS.values(), ids=FP8_FAULTS)
+def test_a_fault_of_fp8_is_caught(old: str, new: str, on_host: Run, seed: int) -> None:
+    on_host("sm_80", lambda text: text.replace(old, new))
+    case = Case(dtypes="fp8", lengths=((60, 80), (40, 3)), heads=1, page_size=16, mask="none", v_transposed=True)
+    with pytest.raises((AssertionError, HostFault)):
+        check(case, seed)

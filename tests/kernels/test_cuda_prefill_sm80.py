@@ -17,7 +17,7 @@ from mla.backends.cuda.prefill_sm80 import PrefillSm80, Tile, prefill_spec, tile
 from mla.problem import Problem
 from tests.kernels.test_cuda_compile import sass
 from tests.support.problems import MASKS, Case, MaskContext, PrefillProblem, build
-from tests.support.tolerance import assert_lse, assert_output
+from tests.support.tolerance import assert_lse, assert_output, precision_of
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
 
@@ -34,6 +34,14 @@ def problem_of(mask: str = "causal", features: tuple[str, ...] = ("lse",), **cha
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+def fp8_problem_of(dtypes: str = "fp8", *features: str, **changes: object) -> Problem:
+    scaled = ("scales",) if dtypes != "fp8+bf16_rope" else ("split_q",)
+    operands = ("q_scale", "k_scales", "v_scale") if dtypes.startswith("fp8") else ()
+    out_dtype = "bf16" if dtypes.startswith("fp8") else dtypes[:4]
+    more = {"out_dtype": out_dtype, "granularity": 128 if "scales" in scaled else 0, **changes}
+    return problem_of(features=("lse", *scaled, *operands, *features), dtypes=dtypes, **more)
+
+
 PROBLEMS = {
     **{mask: problem_of(mask) for mask in MASKS},
     "plain": problem_of(features=()),
@@ -45,7 +53,19 @@ PROBLEMS = {
     "ragged": problem_of(rope="ragged", page_size=0),
     **{f"rows of {alignment} bytes": problem_of(alignment=alignment) for alignment in (2, 4, 8)},
     "fp32 out, rows of 2 bytes": problem_of(out_dtype="fp32", alignment=2),
+    "fp8": fp8_problem_of(),
+    "fp8, V^T, bias and softcap, fp32 out": fp8_problem_of(
+        "fp8", "v_transposed", "softcap", "sinks", "bias", mask="causal_bias", out_dtype="fp32", page_size=1
+    ),
+    "fp8, rows of 1 byte": fp8_problem_of(alignment=1),
+    "fp8, batched, rows of 4 bytes": fp8_problem_of(rope="batched", page_size=0, alignment=4),
+    "fp8, bf16 rope": fp8_problem_of("fp8+bf16_rope"),
+    "fp8, prescaled bf16 rope": fp8_problem_of("fp8+bf16_rope", "rope_prescaled", rope="ragged", page_size=0),
+    "bf16, fp8 rope": fp8_problem_of("bf16+fp8_rope"),
+    "fp16, fp8 rope, tokens as pages": fp8_problem_of("fp16+fp8_rope", page_size=1, mask="causal_bias"),
 }
+#: Compiled for every architecture: with both heights of the tile, with the taller one.
+THOROUGH = {"causal": 2, "bias and softcap, fp32 out": 2, "fp8": 1, "bf16, fp8 rope": 1}
 
 
 @pytest.fixture
@@ -60,12 +80,13 @@ def _fresh_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def test_it_compiles_within_its_budget(name: str) -> None:
     for dims in ((192, 128), (256, 256)):
         problem = replace(PROBLEMS[name], dims=dims)
-        thorough = name in ("causal", "bias and softcap, fp32 out")
-        for arch in ARCHS if thorough else ARCH_OF_TILE[dims]:
+        value_scales = "V^T" in name  # the rarest of all together
+        for arch in ARCHS if name in THOROUGH else ARCH_OF_TILE[dims]:
             tile = tile_of(problem, arch)
             assert tile is not None
-            for used in (tile, tile.halved()) if thorough else (tile,):
-                report = compiler.build(prefill_spec(problem, used, positive_scale=True), arch).report
+            for used in (tile, tile.halved())[: THOROUGH.get(name, 1)]:
+                spec = prefill_spec(problem, used, positive_scale=True, value_scales=value_scales)
+                report = compiler.build(spec, arch).report
                 spills = (report["spill_store_bytes"], report["spill_load_bytes"], report["stack_bytes"])
                 assert spills == (0, 0, 0), (dims, arch, used)
                 assert report["shared_bytes"] == 0
@@ -137,15 +158,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 def check(problem: PrefillProblem) -> tuple[torch.Tensor, torch.Tensor]:
     output, lse = problem.run("cuda")
     expected, expected_lse = problem.expect()
-    assert_output(output, expected, problem.case.dtypes)
-    assert_lse(lse, expected_lse, problem.case.dtypes)
+    assert_output(output, expected, precision_of(problem.case.dtypes))
+    assert_lse(lse, expected_lse, precision_of(problem.case.dtypes))
     return output, lse
 
 
 def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     """Return a copy whose address and outer strides are multiples of `elements` elements and of no more."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] + elements)
-    flat = torch.full((math.prod(shape) + elements,), math.nan, dtype=tensor.dtype, device=tensor.device)
+    flat = torch.full((math.prod(shape) + elements,), math.nan, device=tensor.device).to(tensor.dtype)
     return flat[elements:].view(shape)[..., : tensor.shape[-1]].copy_(tensor)
 
 
@@ -176,19 +197,44 @@ def test_rows_that_are_not_aligned(rope: str, elements: int, out_dtype: str, dev
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope", "bf16+fp8_rope"])
+@pytest.mark.parametrize("elements", [1, 4, 8])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+def test_fp8_rows_that_are_not_aligned(
+    dtypes: str, elements: int, transposed: bool, device: torch.device, seed: int
+) -> None:
+    if transposed and not dtypes.startswith("fp8"):
+        pytest.skip("V^T is a form of fp8 values")
+    lengths = ((37, 70), (0, 129), (200, 1))
+    case = Case(lengths=lengths, dtypes=dtypes, strided=False, v_transposed=transposed, page_size=1)
+    problem = build(case, device, seed)
+    for name in ("q", "k", *([] if transposed else ["v"])):
+        problem.operands[name] = shifted(problem.operands[name], elements)
+    if dtypes == "fp8+bf16_rope":
+        problem.keywords["q_rope"] = shifted(problem.keywords["q_rope"], elements)
+    check(problem)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", ["bf16", "fp8", "fp8+bf16_rope", "bf16+fp8_rope"])
 @pytest.mark.parametrize("rope", ["paged", "ragged", "batched"])
 @pytest.mark.parametrize("alignment", [16, 2])
 def test_what_does_not_count_is_not_read_into_the_result(
-    rope: str, alignment: int, device: torch.device, seed: int
+    dtypes: str, rope: str, alignment: int, device: torch.device, seed: int
 ) -> None:
     """Slots behind the last key, other pages, tails of wide rows: NaN and Inf give the bits that zeros give."""
     results = []
     for poison in (0.0, math.nan, math.inf):
-        case = Case(lengths=((0, 65), (1, 64), (200, 3)), rope=rope, poison=poison, softcap=20.0, heads=2)
+        lengths = ((0, 65), (1, 64), (200, 3))
+        case = Case(lengths=lengths, dtypes=dtypes, rope=rope, poison=poison, softcap=20.0, heads=2, v_scale="row")
         problem = build(case, device, seed)
+        unused = problem.operands["k"].float().isnan().any(-1).any(-1)
+        for name in ("k_scales", "v_scale"):
+            if name in problem.keywords:
+                problem.keywords[name] = problem.keywords[name].masked_fill(unused[:, None], poison)
         if alignment < 16:
             for name in ("q", "k", "v"):
-                problem.operands[name] = shifted(problem.operands[name], 1)
+                problem.operands[name] = shifted(problem.operands[name], 2 // problem.operands[name].element_size())
         results.append(problem.run("cuda"))
     for output, lse in results[1:]:
         assert torch.equal(output.nan_to_num(), results[0][0].nan_to_num())
@@ -198,9 +244,10 @@ def test_what_does_not_count_is_not_read_into_the_result(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("mask", ["causal", "sliding", "checkered", "causal_bias"])
-def test_a_sequence_does_not_depend_on_its_company(mask: str, device: torch.device, seed: int) -> None:
+@pytest.mark.parametrize("dtypes", ["bf16", "fp8", "bf16+fp8_rope"])
+def test_a_sequence_does_not_depend_on_its_company(mask: str, dtypes: str, device: torch.device, seed: int) -> None:
     lengths = ((300, 150), (0, 1), (17, 500), (1000, 129))
-    together = build(Case(lengths=lengths, mask=mask, heads=3, rope="ragged"), device, seed)
+    together = build(Case(lengths=lengths, mask=mask, heads=3, rope="ragged", dtypes=dtypes), device, seed)
     output, lse = check(together)
     queries = together.operands["valid_length"]
     for b in range(len(lengths)):
@@ -210,7 +257,8 @@ def test_a_sequence_does_not_depend_on_its_company(mask: str, device: torch.devi
             (bias,) = together.operands["mask"].biases
             alone["mask"] = masks.CausalMask() & masks.MaterializedMask(bias[b : b + 1])
         positions = {name: together.keywords[name][b : b + 1] for name in ("start_positions", "kv_lengths")}
-        again, again_lse = mla.prefill(**{**together.operands, **alone}, **positions, return_lse=True, target="cuda")
+        own_arguments = {**together.operands, **alone, **together.keywords, **positions}
+        again, again_lse = mla.prefill(**own_arguments, return_lse=True, target="cuda")
         rows = slice(int(queries[b]), int(queries[b + 1]))
         assert torch.equal(again[rows], output[rows]) and torch.equal(again_lse[rows], lse[rows])
 
@@ -281,7 +329,14 @@ def test_every_tile_and_its_half(
     dims = next(dims for dims, tiles in prefill_sm80.TILES.items() if tile in tiles)
     lengths = ((0, 0), (0, 700), (63, 65), (1500, 130), (127, 1))
     steep = {"scale": 0.9}  # maxima that grow from tile to tile
-    for options in (steep, {"page_size": 1, "sinks": True, "softcap": 12.0}, {"scale": -0.05, "dtypes": "fp16"}):
+    for options in (
+        steep,
+        {"page_size": 1, "sinks": True, "softcap": 12.0},
+        {"scale": -0.05, "dtypes": "fp16"},
+        {**steep, "dtypes": "fp8"},
+        {"dtypes": "fp8+bf16_rope", "v_scale": "row", "v_transposed": True, "page_size": 1},
+        {**steep, "dtypes": "fp16+fp8_rope"},
+    ):
         problem = build(Case(lengths=lengths, dims=dims, mask=mask, heads=2, **options), device, seed)  # type: ignore[arg-type]
         results = []
         for used in (tile, tile.halved()):

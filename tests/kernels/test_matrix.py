@@ -31,6 +31,7 @@ from mla.store import store
 from mla.target import device_arch, runs_on
 from tests.support.matrix_cases import (
     GATHERS,
+    LONG_ROWS,
     MERGES,
     PLANS,
     PREFILLS,
@@ -121,6 +122,18 @@ def test_prefill(implementation: Implementation, device: torch.device, case: Cas
     assert torch.equal(output.nan_to_num(), again.nan_to_num()) and torch.equal(
         lse.nan_to_num(), again_lse.nan_to_num()
     )
+
+
+@over("prefill", LONG_ROWS)
+def test_long_rows_keep_the_mean_of_their_values(
+    implementation: Implementation, device: torch.device, case: Case, only: str, seed: int
+) -> None:
+    problem = build(case, device, seed)
+    output, _ = problem.run(only)
+    expected, _ = problem.expect()
+    written = ~expected.isnan()
+    torch.testing.assert_close(output.double()[written].mean(), expected[written].mean(), rtol=5e-3, atol=0.0)
+    assert_output(output, expected, precision_of(case.dtypes))
 
 
 @over("plan", PLANS)

@@ -41,6 +41,14 @@ template <int N> void cp_async_wait_group() {
 }
 
 inline void st_shared(uint32_t shared, const Bytes<16>& v) { memcpy(host::shared + shared, v.words, 16); }
+inline void st_shared(uint32_t shared, float x) { memcpy(host::shared + shared, &x, 4); }
+inline void st_shared(uint32_t shared, uint32_t word) { memcpy(host::shared + shared, &word, 4); }
+inline float ld_shared_f32(uint32_t shared) {
+  float x;
+  memcpy(&x, host::shared + shared, 4);
+  return x;
+}
+inline float2 ld_shared_v2_f32(uint32_t shared) { return {ld_shared_f32(shared), ld_shared_f32(shared + 4)}; }
 
 // Lane 8 i + r gives the address of row r of matrix i; lane l gets elements 2 (l % 4) and the next of row l / 4.
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
@@ -64,6 +72,26 @@ inline float ex2_approx_ftz(float x) { return exp2f(x); }
 inline float rcp_approx_ftz(float x) { return 1.0f / x; }
 inline float lg2_approx_ftz(float x) { return log2f(x); }
 inline float cvt_f32_f16(uint16_t bits) { return float(bit_cast<_Float16>(bits)); }
+
+inline uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; i++) picked |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return picked;
+}
+inline uint32_t pack_halves(_Float16 low, _Float16 high) {
+  return uint32_t(bit_cast<uint16_t>(high)) << 16 | bit_cast<uint16_t>(low);
+}
+inline _Float16 half_of(uint32_t word, int half) { return bit_cast<_Float16>(uint16_t(word >> 16 * half)); }
+inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  return pack_halves(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1));
+}
+inline uint32_t fma_rn_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  const auto fused = [&](int i) {
+    return _Float16(double(half_of(a, i)) * double(half_of(b, i)) + double(half_of(c, i)));
+  };
+  return pack_halves(fused(0), fused(1));
+}
 
 template <typename T> uint16_t rounded(float x);
 template <> inline uint16_t rounded<fp16>(float x) { return bit_cast<uint16_t>(_Float16(x)); }

@@ -45,15 +45,25 @@ PREFILLS: list[Case] = [
     Case(dtypes="bf16+fp8_rope", granularity=576, page_size=16),
     Case(dtypes="fp16+fp8_rope", rope="batched", rope_width=576, granularity=64),
     Case(dtypes="bf16+fp8_rope", rope="ragged"),
+    Case(dtypes="bf16+fp8_rope", dims=(256, 256), lengths=EDGES, page_size=1),
     Case(dtypes="fp8"),
     Case(dtypes="fp8", v_transposed=True, v_scale="number"),
     Case(dtypes="fp8", rope="batched", rope_width=576, v_scale="row"),
     Case(dtypes="fp8", rope="ragged", granularity=64, lengths=EDGES),
     Case(dtypes="fp8", dims=(256, 256), granularity=576),
+    Case(dtypes="fp8", softcap=5.0, sinks=True, mask="causal_bias", out_dtype="fp32"),
+    Case(dtypes="fp8", lengths=((5, 300), (700, 600)), heads=2, mask="sink_window", page_size=1, v_scale="row"),
     Case(dtypes="fp8+bf16_rope"),
     Case(dtypes="fp8+bf16_rope", prescaled=False, v_scale=""),
     Case(dtypes="fp8+bf16_rope", rope="ragged", v_transposed=True, v_scale=""),
     Case(dtypes="fp8+bf16_rope", rope="batched", prescaled=False, v_scale="row"),
+    Case(dtypes="fp8+bf16_rope", dims=(256, 256), mask="none", v_transposed=True, lengths=EDGES),
+]
+
+#: Values with a mean: what accumulators of few bits lose on long rows shows here, and not on values around zero.
+LONG_ROWS: list[Case] = [
+    Case(dtypes=dtypes, lengths=((32_768 - 16, 16),), heads=1, v_mean=1.0, v_scale=v_scale)
+    for dtypes, v_scale in (("bf16", ""), ("bf16+fp8_rope", ""), ("fp8", "row"), ("fp8", "head"), ("fp8+bf16_rope", ""))
 ]
 
 #: Their product, as far as the axes are independent.

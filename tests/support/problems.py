@@ -99,6 +99,7 @@ class Case:
     prescaled: bool = True
     v_scale: str = "head"  # "", number, head or row
     v_transposed: bool = False
+    v_mean: float = 0.0
     strided: bool = True
     poison: float = NAN
     index_dtype: torch.dtype = torch.int32
@@ -180,7 +181,7 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Pref
     values = torch.full((rows, case.heads, v_dim), case.poison)
     for first, count in zip(offsets_of(counts), n_keys, strict=False):
         keys[first : first + count] = torch.randn(count, case.heads, nope, generator=random)
-        values[first : first + count] = torch.randn(count, case.heads, v_dim, generator=random)
+        values[first : first + count] = torch.randn(count, case.heads, v_dim, generator=random) + case.v_mean
     queries = torch.randn(total_q, case.heads, case.dims[0], generator=random)
 
     ctx = MaskContext(len(new), case.heads, tuple(new), tuple(totals), device, random)

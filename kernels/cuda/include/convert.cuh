@@ -16,30 +16,37 @@ template <> MLA_DEVICE void unpack<fp16>(uint32_t word, float (&x)[2]) {
   x[1] = cvt_f32_f16(uint16_t(word >> 16));
 }
 
+// Two e4m3 elements, the lower bytes of a word, as two of a 16-bit type, which holds them exactly.
+template <typename T> MLA_DEVICE uint32_t widen_e4m3_x2(uint32_t pair);
+template <> MLA_DEVICE uint32_t widen_e4m3_x2<fp16>(uint32_t pair) {
 #if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(pair)));
+  return halves;
+#else
+  // e4m3 has fp16's sign, a 4-bit exponent of bias 7 and 3 mantissa bits: shifted into fp16 it reads 2^-8 of its value, subnormals
+  // included, which an exact multiplication mends. NaN, the one code above 448, overflows where 448 does not, and 0 * inf is NaN.
+  constexpr uint32_t k256 = 0x5c005c00, k36864 = 0x78807880;
+  const uint32_t bytes = (pair & 0xff) << 8 | (pair & 0xff00) << 16;
+  const uint32_t shifted = (bytes & 0x80008000) | (bytes & 0x7f007f00) >> 1;
+  return fma_rn_f16x2(mul_f16x2(shifted, k36864), 0, mul_f16x2(shifted, k256));
+#endif
+}
+template <> MLA_DEVICE uint32_t widen_e4m3_x2<bf16>(uint32_t pair) {
+  const uint32_t halves = widen_e4m3_x2<fp16>(pair);
+  return cvt_rn_x2<bf16>(cvt_f32_f16(uint16_t(halves)), cvt_f32_f16(uint16_t(halves >> 16)));
+}
 
 template <> MLA_DEVICE void unpack<e4m3>(uint32_t word, float (&x)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(word >> 16 * i)));
+    const uint32_t halves = widen_e4m3_x2<fp16>(word >> 16 * i);
     x[2 * i] = cvt_f32_f16(uint16_t(halves));
     x[2 * i + 1] = cvt_f32_f16(uint16_t(halves >> 16));
   }
 }
 
-#else
-
-// e4m3 has fp16's sign, a 4-bit exponent of bias 7 and 3 mantissa bits: shifted into fp16 it reads 2^-8 of its value, subnormals
-// included, which an exact multiplication mends.
-template <> MLA_DEVICE void unpack<e4m3>(uint32_t word, float (&x)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t bits = word >> 8 * i & 0xff, magnitude = bits & 0x7f;
-    const float value = 256.0f * cvt_f32_f16(uint16_t((bits & 0x80) << 8 | magnitude << 7));
-    x[i] = magnitude == 0x7f ? __int_as_float(0x7fffffff) : value;
-  }
-}
+#if __CUDA_ARCH__ < 890
 
 // One element to nearest even, saturating; NaN stays NaN.
 MLA_DEVICE uint32_t e4m3_bits(float x) {

@@ -55,6 +55,23 @@ MLA_DEVICE void st_shared(uint32_t shared, const Bytes<16>& v) {
                : "memory");
 }
 
+MLA_DEVICE void st_shared(uint32_t shared, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
+}
+MLA_DEVICE void st_shared(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+MLA_DEVICE float ld_shared_f32(uint32_t shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
+  return x;
+}
+MLA_DEVICE float2 ld_shared_v2_f32(uint32_t shared) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared) : "memory");
+  return x;
+}
+
 // ---- fragments ----------------------------------------------------------------------------------------------------------------
 
 MLA_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
@@ -105,6 +122,23 @@ MLA_DEVICE float lg2_approx_ftz(float x) {
 MLA_DEVICE float cvt_f32_f16(uint16_t bits) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+// Four of the eight bytes of `high` and `low`, by a selector's lower four nibbles.
+MLA_DEVICE uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
+  return y;
+}
+// Two fp16 values each, in one register.
+MLA_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+MLA_DEVICE uint32_t fma_rn_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 // Two values in one register, `low` in the lower half, each rounded to nearest even.

@@ -37,17 +37,30 @@ template <> MLA_DEVICE void store_pair<float>(float* to, float x, float y) {
 }
 
 MLA_DEVICE void finish_item(const PrefillParams& p, const Item& item, const Accumulator& o, const RowSums& sums) {
+  float value_scale = 1.0f;
+  if (kFp8Data && !kValueScales && p.scales.v != nullptr) value_scale = p.scales.v[item.head * p.scales.v_stride];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     float l = sums.l[r];
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
     const int row = first_row() + row_step(r / 2, r % 2 * 2);
-    const float factor = finish_row(p, item, row, sums.m[r], l, score_scale(p));
+    const float factor = finish_row(p, item, row, sums.m[r], l, score_scale(p)) * value_scale;
     if (row >= item.rows) continue;
-    Output* to = p.output + (item.q_row + row) * p.output_stride_t + item.head * p.output_stride_h + first_column();
+    Output* to = p.output + (item.q_row + row) * p.output_stride_t + item.head * p.output_stride_h;
+    const int e = r % 2 * 2;
+    if constexpr (kFp8Data) {
+      // Fragments 2j and 2j + 1 hold the even and the odd columns of 16.
 #pragma unroll
-    for (int j = 0; j < kVDim / 8; j++)
-      store_pair(to + 8 * j, o[r / 2][j][r % 2 * 2] * factor, o[r / 2][j][r % 2 * 2 + 1] * factor);
+      for (int j = 0; j < kVDim / 8; j += 2)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          store_pair(to + 2 * first_column() + 8 * j + 2 * i, o[r / 2][j][e + i] * factor,
+                     o[r / 2][j + 1][e + i] * factor);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVDim / 8; j++)
+        store_pair(to + first_column() + 8 * j, o[r / 2][j][e] * factor, o[r / 2][j][e + 1] * factor);
+    }
   }
 }

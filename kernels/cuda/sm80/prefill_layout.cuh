@@ -1,17 +1,25 @@
 // What every part of the mma.sync prefill kernel shares: the tile, parameters, the item of a block and the plan of
 // shared memory.
 //
-// The host defines: MLA_ELEMENT (bf16 | fp16), MLA_OUTPUT (the same or float), MLA_NOPE_DIM, MLA_V_DIM, MLA_ROPE_KIND, MLA_PAGE_SIZE,
-// MLA_ALIGNMENT, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES and the tile: MLA_WARPS, MLA_WARP_ROWS, MLA_BLOCK_N,
-// MLA_RESIDENT. "mask.cuh" is generated from the mask's program.
+// The host defines: MLA_ELEMENT (bf16 | fp16), MLA_DATA and MLA_ROPE (the same or e4m3), MLA_OUTPUT (the same or float), MLA_NOPE_DIM,
+// MLA_V_DIM, MLA_ROPE_KIND, MLA_PAGE_SIZE, MLA_ALIGNMENT, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES, MLA_ROPE_PRESCALED,
+// MLA_VALUE_SCALES, MLA_V_TRANSPOSED and the tile: MLA_WARPS, MLA_WARP_ROWS, MLA_BLOCK_N, MLA_RESIDENT. "mask.cuh" is generated from the mask's program.
 #pragma once
 #include "chunk.cuh"
 #include "paged.cuh"
 #include "sequence.cuh"
 #include "mask.cuh"
 
-using Element = MLA_ELEMENT;
+using Element = MLA_ELEMENT;  // 16 bits: of the rope's part of the scores
+using Data = MLA_DATA;  // q (its nope columns), k and v: Element or e4m3
+using Rope = MLA_ROPE;  // the rope of the keys as it is stored: Element or e4m3
 using Output = MLA_OUTPUT;
+
+constexpr bool kFp8Data = is_same<Data, e4m3>, kFp8Rope = is_same<Rope, e4m3>;
+// fp8 nope columns beside a 16-bit rope: their scales come before the rope is added, or after it where the rope is stored divided by them.
+constexpr bool kRopePrescaled = MLA_ROPE_PRESCALED;
+constexpr bool kValueScales = MLA_VALUE_SCALES;  // a scale for each row of v; else one for all of a head's, if any
+static_assert(kFp8Data || !(kRopePrescaled || kValueScales), "scales of fp8 data");
 
 // ---- tile -------------------------------------------------------------------------------------------------------------------------
 
@@ -34,12 +42,25 @@ static_assert(!(MLA_SOFTCAP || MLA_MASK_BIASES) || MLA_SCALE_SCORES, "softcap an
 
 // ---- parameters -------------------------------------------------------------------------------------------------------------------
 
+// Scales of fp8 operands, strides in elements.
+struct OperandScales {
+  const float* q;  // [T]
+  int64_t q_stride;
+  const float* k;  // [L]
+  int64_t k_stride;
+  const float* v;  // [L] with kValueScales, else [H] or null
+  int64_t v_stride;
+  PagedRows rope;  // one for each of the rope's rows
+};
+
 struct PrefillParams {
-  const Element* q;  // [T, H, kQkDim]; strides in elements
+  const Data* q;  // [T, H, kQkDim], or its nope columns; strides in elements
   int64_t q_stride_t, q_stride_h;
-  const Element* k;  // [L, H, MLA_NOPE_DIM]
+  const Element* q_rope;  // [T, H, kRopeDim] where q is split
+  int64_t q_rope_stride_t, q_rope_stride_h;
+  const Data* k;  // [L, H, MLA_NOPE_DIM]
   int64_t k_stride_t, k_stride_h;
-  const Element* v;  // [L, H, kVDim]
+  const Data* v;  // [L, H, kVDim]; V^T: the first stride is that of columns
   int64_t v_stride_t, v_stride_h;
   Output* output;  // [T, H, kVDim]
   int64_t output_stride_t, output_stride_h;
@@ -49,6 +70,7 @@ struct PrefillParams {
   SequenceArgs sequences;
   PageTable page_table;  // paged rope
   PagedRows rope;  // paged: of the cache; batched: a sequence is a page; ragged: one page
+  OperandScales scales;
   float logit_scale;  // softmax_scale * log2(e)
   float softcap_scale;  // 2 * logit_scale / softcap
   float softcap_logit;  // softcap * log2(e)
@@ -74,21 +96,30 @@ struct alignas(16) Item {
 
 // ---- shared memory ----------------------------------------------------------------------------------------------------------------
 //
-//   q  [kBlockM][kQkDim]   k  [kStagesK][kBlockN][kQkDim], the last 64 columns rope   v  [kBlockN][kVDim]   the item
+//   q  [kBlockM][nope | rope]   k  [kStagesK][kBlockN][nope | rope]   v  [kBlockN][kVDim]   the item
 //
-// Within each 128 bytes of a row the 16-byte chunk c lies at c ^ (row % 8): the eight rows of a matrix that ldmatrix
-// reads are in different banks, and so are the chunks that a quarter warp copies.
+// Nope columns and values as they are stored, the rope in 16 bits. Rows of scales follow what they belong to: one a query, and in each
+// stage of k one a key and one a value.
+//
+// The 16-byte chunk c of a row lies at c ^ (row % 8) within each 128 bytes, or, where a row is an odd number of 64 bytes, at
+// c ^ (row / 2 % 4) within each 64: the eight rows of a matrix that ldmatrix reads are in different banks, and so are the chunks that a
+// quarter warp copies.
 
-constexpr int kSwizzleBytes = 128;
-constexpr int kQkRowBytes = kQkDim * int(sizeof(Element)), kVRowBytes = kVDim * int(sizeof(Element));
-constexpr int kRopeColumnBytes = MLA_NOPE_DIM * int(sizeof(Element));
-static_assert(kQkRowBytes % kSwizzleBytes == 0 && kVRowBytes % kSwizzleBytes == 0 &&
-                  kRopeColumnBytes % kSwizzleBytes == 0,
-              "");
+constexpr int kNopeBytes = MLA_NOPE_DIM * int(sizeof(Data));
+constexpr int kQkRowBytes = kNopeBytes + kRopeDim * int(sizeof(Element)), kVRowBytes = kVDim * int(sizeof(Data));
+template <int ROW_BYTES> constexpr int kSwizzleBytes = ROW_BYTES % 128 == 0 ? 128 : 64;
+// What the swizzle of a row flips in a column, in bytes; the same for all rows of equal row % 8.
+template <int ROW_BYTES> MLA_DEVICE constexpr int swizzle(int row) {
+  return kSwizzleBytes<ROW_BYTES> == 128 ? (row & 7) << 4 : (row >> 1 & 3) << 4;
+}
+static_assert(kNopeBytes % kSwizzleBytes<kQkRowBytes> == 0 && kVRowBytes % 128 == 0, "");
 
 constexpr int kOffsetQ = 0;
-constexpr int kOffsetK = kOffsetQ + kBlockM * kQkRowBytes;
-constexpr int kKBytes = kBlockN * kQkRowBytes;
+constexpr int kOffsetQScales = kOffsetQ + kBlockM * kQkRowBytes;
+constexpr int kOffsetK = kOffsetQScales + (kFp8Data ? kBlockM * 4 : 0);
+constexpr int kKeyScalesAt = kBlockN * kQkRowBytes;  // in a stage of k
+constexpr int kValueScalesAt = kKeyScalesAt + (kFp8Data || kFp8Rope ? kBlockN * 4 : 0);
+constexpr int kKBytes = kValueScalesAt + (kValueScales ? kBlockN * 4 : 0);
 constexpr int kOffsetV = kOffsetK + kStagesK * kKBytes;
 constexpr int kOffsetItem = kOffsetV + kBlockN * kVRowBytes;
 static_assert(MLA_SHARED_BYTES == kOffsetItem + int(sizeof(Item)), "the host counts other bytes");

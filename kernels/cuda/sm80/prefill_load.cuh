@@ -1,16 +1,17 @@
 // Copies of rows from global to shared memory: asynchronous in pieces as wide as MLA_ALIGNMENT allows, direct where
-// that is 2 bytes. Rows that do not count become zeros without being read: what lies past the last key never meets a
-// probability, not even a zero one.
+// that is less than 4 bytes. Rows that do not count become zeros without being read: what lies past the last key never
+// meets a probability, not even a zero one.
 #pragma once
 #include "prefill_layout.cuh"
 
-constexpr int kLanesPerRow = kSwizzleBytes / 16;  // threads that copy the chunks of one row's 128 bytes
+constexpr int kCopyBytes = 128;  // of a row, by eight threads
+constexpr int kLanesPerRow = kCopyBytes / 16;
 constexpr int kRowsPerPass = MLA_THREADS / kLanesPerRow;
 constexpr int kTilePasses = kBlockN / kRowsPerPass;
 static_assert(kRowsPerPass % 8 == 0 && kBlockN % kRowsPerPass == 0 && kBlockM % kRowsPerPass == 0,
               "a thread's chunk keeps its place");
 
-MLA_DEVICE void copy_chunk(uint32_t to, const uint8_t* from, bool counts) {
+template <typename T> MLA_DEVICE void copy_chunk(uint32_t to, const uint8_t* from, bool counts) {
   if constexpr (MLA_ALIGNMENT >= 16) {
     cp_async_cg_16(to, from, counts ? 16 : 0);
   } else if constexpr (MLA_ALIGNMENT >= 4) {
@@ -18,9 +19,16 @@ MLA_DEVICE void copy_chunk(uint32_t to, const uint8_t* from, bool counts) {
     for (int i = 0; i < 16; i += MLA_ALIGNMENT)
       cp_async_ca<MLA_ALIGNMENT>(to + i, from + i, counts ? MLA_ALIGNMENT : 0);
   } else {
-    Chunk<Element> chunk = {};
-    if (counts) chunk = load_chunk_nc(reinterpret_cast<const Element*>(from));
-    st_shared(to, {{chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]}});
+    Bytes<16> bytes = {};
+    if (counts) {
+#pragma unroll
+      for (int i = 0; i < 4; i += sizeof(Chunk<T>) / 4) {
+        const Chunk<T> chunk = load_chunk_nc(reinterpret_cast<const T*>(from + 4 * i));
+#pragma unroll
+        for (int j = 0; j < int(sizeof(Chunk<T>)) / 4; j++) bytes.words[i + j] = chunk.words[j];
+      }
+    }
+    st_shared(to, bytes);
   }
 }
 
@@ -32,66 +40,76 @@ struct CopyPart {
     row = id / kLanesPerRow;
     column = id % kLanesPerRow * 16;
   }
-  MLA_DEVICE uint32_t offset(int row_bytes) const { return row * row_bytes + (column ^ (row & 7) << 4); }
+  template <int ROW_BYTES> MLA_DEVICE uint32_t offset() const {
+    return row * ROW_BYTES + (column ^ swizzle<ROW_BYTES>(row));
+  }
 };
 
 // ROWS rows of BYTES, of which the first `count` count.
-template <int ROWS, int ROW_BYTES, int BYTES>
-MLA_DEVICE void copy_rows(uint32_t to, const Element* from, int64_t stride, int count) {
+template <int ROWS, int ROW_BYTES, int BYTES, typename T>
+MLA_DEVICE void copy_rows(uint32_t to, const T* from, int64_t stride, int count) {
   const CopyPart part;
   const uint8_t* source = reinterpret_cast<const uint8_t*>(from + part.row * stride) + part.column;
-  const int64_t step = kRowsPerPass * stride * int(sizeof(Element));
-  to += part.offset(ROW_BYTES);
+  const int64_t step = kRowsPerPass * stride * int(sizeof(T));
+  to += part.offset<ROW_BYTES>();
 #pragma unroll
   for (int row = 0; row < ROWS; row += kRowsPerPass, source += step)
 #pragma unroll
-    for (int column = 0; column < BYTES; column += kSwizzleBytes)
-      copy_chunk(to + row * ROW_BYTES + column, source + column, part.row + row < count);
+    for (int column = 0; column < BYTES; column += kCopyBytes)
+      if (BYTES - column >= kCopyBytes || part.column < BYTES - column)
+        copy_chunk<T>(to + row * ROW_BYTES + column, source + column, part.row + row < count);
 }
 
-MLA_DEVICE void copy_q(const PrefillParams& p, const Item& item, uint32_t to) {
-  copy_rows<kBlockM, kQkRowBytes, kQkRowBytes>(to, p.q + item.q_row * p.q_stride_t + item.head * p.q_stride_h,
-                                               p.q_stride_t, item.rows);
+// ROWS scales, of which the first `count` count.
+template <int ROWS> MLA_DEVICE void copy_scales(uint32_t to, const float* from, int64_t stride, int count) {
+  static_assert(ROWS <= MLA_THREADS, "a thread each");
+  const int row = thread_id();
+  if (row < ROWS) cp_async_ca<4>(to + 4 * row, from + row * stride, row < count ? 4 : 0);
 }
+
+// Eight fp8 elements times a scale, which become 16 bytes of Element.
+MLA_DEVICE void store_widened(uint32_t to, const Chunk<e4m3>& chunk, float scale) {
+  const Chunk<Element> wide = dequantize_chunk<Element>(chunk, scale);
+  st_shared(to, {{wide.words[0], wide.words[1], wide.words[2], wide.words[3]}});
+}
+
+MLA_DEVICE void copy_q(const PrefillParams& p, const Item& item, uint32_t shared) {
+  const Data* rows = p.q + item.q_row * p.q_stride_t + item.head * p.q_stride_h;
+  if constexpr (!kFp8Data) {
+    copy_rows<kBlockM, kQkRowBytes, kQkRowBytes>(shared + kOffsetQ, rows, p.q_stride_t, item.rows);
+  } else {
+    const float* scales = p.scales.q + item.q_row * p.scales.q_stride;
+    copy_rows<kBlockM, kQkRowBytes, kNopeBytes>(shared + kOffsetQ, rows, p.q_stride_t, item.rows);
+    copy_scales<kBlockM>(shared + kOffsetQScales, scales, p.scales.q_stride, item.rows);
+    if constexpr (!kFp8Rope) {
+      copy_rows<kBlockM, kQkRowBytes, kQkRowBytes - kNopeBytes>(
+          shared + kOffsetQ + kNopeBytes, p.q_rope + item.q_row * p.q_rope_stride_t + item.head * p.q_rope_stride_h,
+          p.q_rope_stride_t, item.rows);
+    } else {
+      const CopyPart part;
+      const uint32_t to = shared + kOffsetQ + kNopeBytes + part.offset<kQkRowBytes>();
+#pragma unroll 2
+      for (int row = part.row; row < kBlockM; row += kRowsPerPass) {
+        Chunk<e4m3> chunk = {};
+        float scale = 0.0f;
+        if (row < item.rows) {
+          const Data* rope = rows + row * p.q_stride_t + MLA_NOPE_DIM + part.column / int(sizeof(Element));
+          chunk = load_chunk_nc(reinterpret_cast<const e4m3*>(rope));
+          scale = __ldg(&scales[row * p.scales.q_stride]);
+        }
+        store_widened(to + (row - part.row) * kQkRowBytes, chunk, scale);
+      }
+    }
+  }
+}
+
+// All of a tile's keys but the roped columns, into a stage.
 MLA_DEVICE void copy_nope(const PrefillParams& p, const Item& item, int tile, uint32_t to) {
-  const int first = tile * kBlockN;
-  copy_rows<kBlockN, kQkRowBytes, kRopeColumnBytes>(
-      to, p.k + (item.k_row + first) * p.k_stride_t + item.head * p.k_stride_h, p.k_stride_t, item.n_keys - first);
+  const int first = tile * kBlockN, row = item.k_row + first, count = item.n_keys - first;
+  copy_rows<kBlockN, kQkRowBytes, kNopeBytes>(to, p.k + row * p.k_stride_t + item.head * p.k_stride_h, p.k_stride_t,
+                                              count);
+  if constexpr (kFp8Data)
+    copy_scales<kBlockN>(to + kKeyScalesAt, p.scales.k + row * p.scales.k_stride, p.scales.k_stride, count);
+  if constexpr (kValueScales)
+    copy_scales<kBlockN>(to + kValueScalesAt, p.scales.v + row * p.scales.v_stride, p.scales.v_stride, count);
 }
-MLA_DEVICE void copy_v(const PrefillParams& p, const Item& item, int tile, uint32_t to) {
-  const int first = tile * kBlockN;
-  copy_rows<kBlockN, kVRowBytes, kVRowBytes>(to, p.v + (item.k_row + first) * p.v_stride_t + item.head * p.v_stride_h,
-                                             p.v_stride_t, item.n_keys - first);
-}
-
-// The roped keys of a tile in two steps, so that the look-up of pages does not hold up the copy.
-struct RopeCopy {
-  int page[kTilePasses];
-
-  // Row of a key in the cache or the rope tensor; pages past the last key are never looked at.
-  MLA_DEVICE static int token(const Item& item, int key) {
-    return (MLA_ROPE_KIND == kRopeRagged ? item.k_row : item.k_position) + (key < item.n_keys ? key : item.n_keys - 1);
-  }
-  MLA_DEVICE void find(const PrefillParams& p, const Item& item, int tile) {
-    if (MLA_ROPE_KIND == kRopePaged && tile >= 0) {
-      const int first = tile * kBlockN + CopyPart().row;
-      const int* pages = page_row(p.page_table, item.sequence);
-#pragma unroll
-      for (int pass = 0; pass < kTilePasses; pass++)
-        page[pass] = __ldg(&pages[token(item, first + pass * kRowsPerPass) / kPageSize]);
-    }
-  }
-  MLA_DEVICE void copy(const PrefillParams& p, const Item& item, int tile, uint32_t to) const {
-    const CopyPart part;
-    const int first = tile * kBlockN + part.row;
-    to += part.offset(kQkRowBytes) + kRopeColumnBytes;
-#pragma unroll
-    for (int pass = 0; pass < kTilePasses; pass++) {
-      const int key = first + pass * kRowsPerPass;
-      Place place = {0, token(item, key)};
-      if constexpr (MLA_ROPE_KIND == kRopePaged) place = {page[pass], place.slot % kPageSize};
-      if constexpr (MLA_ROPE_KIND == kRopeBatched) place.page = item.sequence;
-      copy_chunk(to + pass * kRowsPerPass * kQkRowBytes, token_row(p.rope, place) + part.column, key < item.n_keys);
-    }
-  }
-};

@@ -25,6 +25,30 @@ MLA_DEVICE int first_column() { return thread_id() % 4 * 2; }
 MLA_DEVICE constexpr int row_step(int i, int e) { return i * 16 + (e & 2) * 4; }
 MLA_DEVICE constexpr int column_step(int j, int e) { return j * 8 + (e & 1); }
 
+// Each score times the scale of its query, of its key; arrays of f32 in shared memory.
+MLA_DEVICE void scale_queries(Scores& s, uint32_t scales) {
+  const uint32_t first = scales + 4 * first_row();
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    const float scale = ld_shared_f32(first + 4 * row_step(r / 2, r % 2 * 2));
+#pragma unroll
+    for (int j = 0; j < kNTiles; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) s[r / 2][j][r % 2 * 2 + e] *= scale;
+  }
+}
+MLA_DEVICE void scale_keys(Scores& s, uint32_t scales) {
+  const uint32_t first = scales + 4 * first_column();
+#pragma unroll
+  for (int j = 0; j < kNTiles; j++) {
+    const float2 scale = ld_shared_v2_f32(first + 4 * column_step(j, 0));
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[i][j][e] *= e % 2 ? scale.y : scale.x;
+  }
+}
+
 // Scores become base-2 logits, softcapped and biased; hidden keys stay to be masked. `first`: key of column 0.
 MLA_DEVICE void scale_scores(Scores& s, const PrefillParams& p, const Item& item, int first) {
 #if MLA_MASK_BIASES
