@@ -46,7 +46,7 @@ def local_mask(
     ShapeError
         A captured tensor indexed by h, or a bias, of another number of heads.
     """
-    uses_k, uses_h = (variable(name) in postorder(mask.program.expression) for name in "kh")
+    uses_k, uses_h = (_uses(mask.program, name) for name in "kh")
     captures = list(mask.captures_on(device))
     for i, index in enumerate(mask.program.captures):
         if index == "h":
@@ -77,11 +77,12 @@ def local_mask(
 def depends_on_heads(mask: Mask) -> bool:
     """Return whether a mask hides other keys from one head than from another."""
     program = mask.program
-    return (
-        variable("h") in postorder(program.expression)
-        or "h" in program.captures
-        or any(bias.shape[1] > 1 for bias in mask.biases)
-    )
+    return _uses(program, "h") or "h" in program.captures or any(bias.shape[1] > 1 for bias in mask.biases)
+
+
+@functools.lru_cache(maxsize=512)
+def _uses(program: MaskProgram, name: str) -> bool:
+    return variable(name) in postorder(program.expression)
 
 
 @functools.lru_cache(maxsize=512)
