@@ -1,6 +1,6 @@
-"""What fp8 costs in accuracy: the table of docs/numerics.md, on the CPU reference.
+"""What fp8 costs in accuracy: the tables of docs/numerics.md, on the CPU reference or by the kernels of a GPU.
 
-    python benchmarks/fp8_error.py
+    python benchmarks/fp8_error.py [--target cpu|cuda|triton] [--cases NAME ...]
 
 Each result is held against the float64 oracle twice: on the dequantised inputs, which leaves the error of the
 arithmetic, and on the inputs before quantisation, which is what a model sees.
@@ -8,8 +8,9 @@ arithmetic, and on the inputs before quantisation, which is what a model sees.
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,11 +36,19 @@ class Inputs:
     rope: torch.Tensor  # [L, 64]
     weight: torch.Tensor  # [H * 256, 512]
     mask: Mask
+    target: str = "cpu"
+
+    def on(self, target: str) -> Inputs:
+        """Move to where a target runs."""
+        device = "cpu" if target == "cpu" else "cuda"
+        moved = (getattr(self, name).to(device) for name in ("q", "latent", "rope", "weight"))
+        return Inputs(self.name, *moved, self.mask, target)
 
     @property
     def offsets(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cumulative rows of q, and of k and v."""
-        return torch.tensor([0, self.q.shape[0]]), torch.tensor([0, self.latent.shape[0]])
+        rows = torch.tensor([[0, self.q.shape[0]], [0, self.latent.shape[0]]], device=self.q.device)
+        return rows[0], rows[1]
 
     def project(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of latent rows, in their dtype."""
@@ -112,40 +121,73 @@ def errors_of_operands(inputs: Inputs, v_scale: Literal["head", "token"]) -> Err
     """q_nope, k and v in fp8, the ropes in bf16, by `mla.quantize_for_prefill`."""
     k, v = inputs.project(inputs.latent)
     rope = inputs.rope[:, None]
-    made = mla.quantize_for_prefill(inputs.q, k, v, rope, v_scale=v_scale, target="cpu")
+    made = mla.quantize_for_prefill(inputs.q, k, v, rope, v_scale=v_scale, target=inputs.target)
     how = {"q_rope": made.q_rope, "q_scale": made.q_scale, "k_scales": made.k_scales, "v_scale": made.v_scale}
     call = (made.q_nope, made.k, made.v, made.k_rope, inputs.mask, *inputs.offsets, SCALE)
-    result = mla.prefill(*call, **how, return_lse=True, target="cpu")
+    result = mla.prefill(*call, **how, return_lse=True, target=inputs.target)
     dequantised = reference.prefill(*call, **how)
     plain = reference.prefill(inputs.q, k, v, rope, inputs.mask, *inputs.offsets, SCALE)
     return _errors(result, dequantised, plain)
 
 
-def errors_of_cache(inputs: Inputs, granularity: int) -> Errors:
-    """An fp8 cache of latent and rope, q and the up-projection in bf16, by `mla.chunked_prefill`."""
-    keys, queries = inputs.latent.shape[0], inputs.q.shape[0]
-    pages = -(-keys // PAGE_SIZE)
-    blocks = torch.zeros(pages, PAGE_SIZE, RANK + DR).to(torch.float8_e4m3fn)
-    scales = torch.zeros(pages, PAGE_SIZE, -(-(RANK + DR) // granularity))
-    table = torch.arange(pages, dtype=torch.int32)[None]
+def cache_of(inputs: Inputs, granularity: int | None) -> mla.PagedKVCacheCollection:
+    """Store all tokens in pages, fp8 with a granularity or bf16, as a step finds them whose last T are new."""
+    keys, queries, device = inputs.latent.shape[0], inputs.q.shape[0], inputs.q.device
+    pages, scales = -(-keys // PAGE_SIZE), None
+    blocks = torch.zeros(pages, PAGE_SIZE, RANK + DR, dtype=torch.bfloat16, device=device)
+    if granularity is not None:
+        blocks = blocks.to(torch.float8_e4m3fn)
+        scales = torch.zeros(pages, PAGE_SIZE, -(-(RANK + DR) // granularity), device=device)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
 
     def collection(cached: int) -> mla.PagedKVCacheCollection:
+        lengths = torch.tensor([cached], device=device)
         return mla.PagedKVCacheCollection.from_pages(
-            blocks, table, torch.tensor([cached]), scales=scales, quantization_granularity=granularity
+            blocks, table, lengths, scales=scales, quantization_granularity=granularity
         )
 
+    collection(0).store(0, inputs.offsets[1], inputs.latent, inputs.rope, target=inputs.target)
+    return collection(keys - queries)
+
+
+def errors_of_cache(inputs: Inputs, granularity: int) -> Errors:
+    """An fp8 cache of latent and rope, q and the up-projection in bf16, by `mla.chunked_prefill`."""
     rows, all_rows = inputs.offsets
-    collection(0).store(0, all_rows, inputs.latent, inputs.rope, target="cpu")
-    cache = collection(keys - queries)
+    cache = cache_of(inputs, granularity)
     result = mla.chunked_prefill(
-        inputs.q, cache, 0, inputs.weight, rows, inputs.mask, SCALE, return_lse=True, target="cpu"
+        inputs.q, cache, 0, inputs.weight, rows, inputs.mask, SCALE, return_lse=True, target=inputs.target
     )
-    stored = reference.cache_rows(cache.layer(0), 0, torch.arange(keys))
+    stored = reference.cache_rows(cache.layer(0), 0, torch.arange(inputs.latent.shape[0], device=inputs.q.device))
     oracles = []
     for latent, rope in (stored, (inputs.latent.double(), inputs.rope.double())):
         k, v = inputs.project(latent)
         oracles.append(reference.prefill(inputs.q, k, v, rope[:, None], inputs.mask, rows, all_rows, SCALE))
     return _errors(result, *oracles)
+
+
+def errors_of_attention(inputs: Inputs, granularity: int | None) -> Errors:
+    """`mla.chunked_prefill` with `attention_dtype`, one chunk, over a bf16 cache or an fp8 one."""
+    rows, all_rows = inputs.offsets
+    cache, keys = cache_of(inputs, granularity), inputs.latent.shape[0]
+    one_chunk = -(-keys // PAGE_SIZE) * PAGE_SIZE
+    result = mla.chunked_prefill(
+        inputs.q, cache, 0, inputs.weight, rows, inputs.mask, SCALE, buffer_token_size=one_chunk,
+        return_lse=True, attention_dtype=torch.float8_e4m3fn, target=inputs.target,
+    )  # fmt: skip
+    latent, _ = reference.cache_rows(cache.layer(0), 0, torch.arange(keys, device=inputs.q.device))
+    k, v = inputs.project(latent.to(torch.bfloat16))
+    split = DN if granularity is None else DN + DR
+    q8, q_scale = mla.quantize_per_token(inputs.q[..., :split], target=inputs.target)
+    k8, k_scales = mla.quantize_per_token(k, target=inputs.target)
+    v8, v_scale = mla.quantize_per_head(v, target=inputs.target)
+    q_rope = inputs.q[..., DN:] if granularity is None else None
+    dequantised = reference.prefill(
+        q8, k8, v8, cache.layer(0), inputs.mask, rows, all_rows, SCALE, q_rope=q_rope, q_scale=q_scale,
+        k_scales=k_scales, v_scale=v_scale, rope_prescaled=False,
+    )  # fmt: skip
+    k, v = inputs.project(inputs.latent)
+    plain = reference.prefill(inputs.q, k, v, inputs.rope[:, None], inputs.mask, rows, all_rows, SCALE)
+    return _errors(result, dequantised, plain)
 
 
 def _errors(
@@ -168,15 +210,30 @@ def rows(cases: list[Inputs]) -> Iterator[tuple[str, str, Errors]]:
         yield inputs.name, "q, k, v; v scaled by token", errors_of_operands(inputs, "token")
         for granularity in (64, 128, 576):
             yield inputs.name, f"cache, granularity {granularity}", errors_of_cache(inputs, granularity)
+        yield inputs.name, "chunked_prefill, bf16 cache", errors_of_attention(inputs, None)
+        yield inputs.name, "chunked_prefill, cache, g 128", errors_of_attention(inputs, 128)
+
+
+CASES: dict[str, Callable[[], Inputs]] = {
+    "normal": lambda: normal(2048, 4, 256),
+    "outliers": lambda: outliers(2048, 4, 256),
+    "dominant": lambda: dominant(4096, 4, 64),
+    "normal-32k": lambda: normal(32768, 2, 64),
+    "shifted-32k": lambda: shifted(32768, 2, 64),
+    "shifted-128k": lambda: shifted(131072, 2, 16),
+}
 
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    args = parser.parse_args()
     torch.set_grad_enabled(False)
     print(ROW.format("inputs", "fp8", "deq.", "unq.", "gain", "LSE"))
     print("|---|---|---:|---:|---:|---:|")
-    cases = [normal(2048, 4, 256), outliers(2048, 4, 256), dominant(4096, 4, 64), normal(32768, 2, 64)]
-    for name, way, found in rows([*cases, shifted(32768, 2, 64), shifted(131072, 2, 16)]):
+    for name, way, found in rows([CASES[name]().on(args.target) for name in args.cases]):
         figures = (f"{found.dequantised:.1e}", f"{found.unquantised:.1e}", f"{found.gain:+.2%}", f"{found.lse:.1e}")
         print(ROW.format(name, way, *figures), flush=True)
 
