@@ -29,6 +29,7 @@ def warmup(
     masks: Sequence[Mask] | None = None,
     sinks: bool = False,
     softcap: float = 0.0,
+    attention_dtype: torch.dtype | None = None,
     target: str | Target = "gpu",
     device: torch.device | str | None = None,
 ) -> None:
@@ -36,7 +37,7 @@ def warmup(
 
     Those kinds are: store, plan, gather, projection and attention in one chunk and in several, with LSE and without,
     and the merge of two results. A later step of the same kind compiles nothing, whatever its lengths are; tensors
-    whose addresses or strides are not multiples of 16 bytes are another kind, as are page lists (CSR) and fp8 queries.
+    whose addresses or strides are not multiples of 16 bytes are another kind, as are page lists (CSR).
 
     Parameters
     ----------
@@ -57,6 +58,8 @@ def warmup(
     sinks : bool
         Whether the model has attention sinks.
     softcap : float
+    attention_dtype : torch.dtype, optional
+        As `mla.chunked_prefill` takes it.
     target : str or Target
     device : torch.device or str, optional
         The current device of the target when missing.
@@ -77,7 +80,8 @@ def warmup(
     for mask in [CausalMask()] if masks is None else masks:
         _step(
             as_mask(mask, "masks"), num_heads, dims, dtype, cache_dtype or dtype, quantization_granularity, page_size,
-            torch.zeros(num_heads, dtype=torch.float32, device=place) if sinks else None, softcap, target, place,
+            torch.zeros(num_heads, dtype=torch.float32, device=place) if sinks else None, softcap, attention_dtype,
+            target, place,
         )  # fmt: skip
 
 
@@ -92,6 +96,7 @@ def _step(
     page_size: int,
     sinks: torch.Tensor | None,
     softcap: float,
+    attention_dtype: torch.dtype | None,
     target: str | Target,
     device: torch.device,
 ) -> None:
@@ -113,7 +118,8 @@ def _step(
         for return_lse in (False, True):
             chunked_prefill(
                 q, cache, 0, weight, offsets, mask, scale, buffer_token_size=rows, max_chunks=chunks,
-                return_lse=return_lse, sinks=sinks, softcap=softcap, target=target,
+                return_lse=return_lse, sinks=sinks, softcap=softcap, attention_dtype=attention_dtype,
+                target=target,
             )  # fmt: skip
     part, lse = zeros(total, num_heads, dims[1]), torch.zeros(total, num_heads, dtype=torch.float32, device=device)
     for merged_lse in (None, lse):

@@ -32,19 +32,24 @@ def step(dtype: torch.dtype, cache_dtype: torch.dtype, mask: mla.Mask, **more: A
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype", "mask", "sinks"),
+    ("dtype", "cache_dtype", "mask", "sinks", "attention_dtype"),
     [
-        (torch.bfloat16, torch.bfloat16, masks.CausalMask(), False),
-        (torch.float16, torch.float8_e4m3fn, masks.CausalPaddingMask(torch.tensor([70, 60, 9])), True),
+        (torch.bfloat16, torch.bfloat16, masks.CausalMask(), False, None),
+        (torch.float16, torch.float8_e4m3fn, masks.CausalPaddingMask(torch.tensor([70, 60, 9])), True, None),
+        (torch.bfloat16, torch.bfloat16, masks.CausalMask(), False, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e4m3fn, masks.CausalMask(), True, torch.float8_e4m3fn),
     ],
 )
-def test_a_later_step_prepares_nothing(dtype: Any, cache_dtype: Any, mask: mla.Mask, sinks: bool) -> None:
-    more = {"sinks": torch.zeros(HEADS)} if sinks else {}
+def test_a_later_step_prepares_nothing(
+    dtype: Any, cache_dtype: Any, mask: mla.Mask, sinks: bool, attention_dtype: Any
+) -> None:
+    more: dict[str, Any] = {"sinks": torch.zeros(HEADS)} if sinks else {}
+    more["attention_dtype"] = attention_dtype
     dispatch.forget()
     with mock.patch.object(Implementation, "load", autospec=True, side_effect=Implementation.load) as loads:
         mla.warmup(
             HEADS, dtype=dtype, cache_dtype=cache_dtype, quantization_granularity=64, page_size=16, masks=[mask],
-            sinks=sinks, target="cpu",
+            sinks=sinks, attention_dtype=attention_dtype, target="cpu",
         )  # fmt: skip
         assert loads.call_count
         with mock.patch.object(dispatch, "chosen", side_effect=AssertionError("something was not warm")):
