@@ -28,7 +28,7 @@ class Merge(Entry):
         types |= dict.fromkeys(("prefix", "suffix"), "*" + ELEMENT_TYPES[problem.dtypes])
         wants_lse = "lse" in problem.features
         types |= {"prefix_lse": "*fp32", "suffix_lse": "*fp32", "output_lse": "*fp32" if wants_lse else None}
-        types |= {"pairs": "i64", "num_heads": "i32"}
+        types |= {"pairs": "i64", "num_heads": "i32", "in_place": "i32"}
         divisible = dict.fromkeys(("output", "prefix", "suffix"), problem.alignment)
         for tensor in _MERGED:
             for axis in "th":
@@ -50,10 +50,11 @@ class Merge(Entry):
         def run(args: MergeArgs) -> None:
             output = args.output
             pairs = output.shape[0] * output.shape[1]
+            in_place = output.dtype == args.prefix_output.dtype and output.data_ptr() == args.prefix_output.data_ptr()
             values: dict[str, Any] = {
                 "output": output, "prefix": args.prefix_output, "suffix": args.suffix_output,
                 "prefix_lse": args.prefix_lse, "suffix_lse": args.suffix_lse, "output_lse": args.output_lse,
-                "pairs": pairs, "num_heads": output.shape[1],
+                "pairs": pairs, "num_heads": output.shape[1], "in_place": int(in_place),
             }  # fmt: skip
             for name in _MERGED:
                 tensor = values[name]

@@ -2,9 +2,10 @@
 
     m = max(a, b)    wa = exp(a - m)    wb = exp(b - m)    out = (wa x + wb y) / (wa + wb)    lse = m + log(wa + wb)
 
-A side whose LSE is -inf or +inf is empty: its output is not read. Two empty sides give 0 and -inf. A program takes
-BLOCK_R (row, head) pairs. Outputs may alias inputs: an element is written by the thread that has read it, an LSE behind
-a barrier. Budget: two reads and one write an element; bound by memory.
+A side whose LSE is -inf or +inf is empty: its output is not read. Two empty sides give 0 and -inf. With in_place, where
+the output is the prefix, a row whose suffix is empty stays as it is: of the keys of one chunk, many rows see none. A
+program takes BLOCK_R (row, head) pairs. Outputs may alias inputs: an element is written by the thread that has read it,
+an LSE behind a barrier. Budget: two reads and one write an element; bound by memory.
 """
 
 import triton
@@ -26,6 +27,7 @@ def merge(
     output_lse,
     pairs,
     num_heads,
+    in_place,
     stride_output_t,
     stride_output_h,
     stride_prefix_t,
@@ -60,14 +62,15 @@ def merge(
     weight_b = tl.exp2((b - base) * LOG2E)
     total = weight_a + weight_b
     inverse = tl.where(has_a | has_b, 1.0 / total, 0.0)
+    stays = has_a & (in_place != 0) & (b == float("-inf"))
     offs_d = tl.arange(0, V_HEAD_DIM)
     at_a = prefix + (token * stride_prefix_t + head * stride_prefix_h)[:, None] + offs_d[None, :]
     at_b = suffix + (token * stride_suffix_t + head * stride_suffix_h)[:, None] + offs_d[None, :]
-    x = tl.load(at_a, mask=(inside & has_a)[:, None], other=0.0).to(tl.float32)
+    x = tl.load(at_a, mask=(inside & has_a & ~stays)[:, None], other=0.0).to(tl.float32)
     y = tl.load(at_b, mask=(inside & has_b)[:, None], other=0.0).to(tl.float32)
     out = x * (weight_a * inverse)[:, None] + y * (weight_b * inverse)[:, None]
     target = output + (token * stride_output_t + head * stride_output_h)[:, None] + offs_d[None, :]
-    tl.store(target, narrow(out, output.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+    tl.store(target, narrow(out, output.dtype.element_ty, INTERPRETED), mask=(inside & ~stays)[:, None])
     if output_lse is not None:
         # An LSE is read by several threads and written by one, perhaps in the same place.
         tl.debug_barrier()

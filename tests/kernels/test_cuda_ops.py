@@ -305,6 +305,15 @@ def test_merge_in_place_equals_merge(side: str) -> None:
     assert same_bits(into_lse, lse)
 
 
+def test_merge_in_place_leaves_rows_alone_that_the_suffix_has_nothing_for() -> None:
+    prefix, suffix, prefix_lse, suffix_lse = merge_inputs(100, 16, 128, torch.float32, "TH")
+    prefix_lse.fill_(1.0)
+    suffix_lse[::2] = float("-inf")
+    prefix[::2] = torch.tensor(-0.0)  # which would be 0 after an addition of 0
+    merge_attn_states(prefix, prefix, prefix_lse, suffix, suffix_lse, prefix_lse, target="cuda")
+    assert prefix[::2].signbit().all() and not prefix[1::2].eq(0).all()
+
+
 def test_merge_spreads_nan_lse() -> None:
     prefix, suffix, prefix_lse, suffix_lse = merge_inputs(12, 4, 128, torch.bfloat16, "TH")
     prefix_lse[11, 2] = float("nan")

@@ -3,6 +3,7 @@
 //   lse = ln(e^p + e^s)      out = w * prefix + (1 - w) * suffix,  w = e^(p - lse) = 1 / (1 + e^(s - p))
 //
 // A side with LSE -inf or +inf is empty: it weighs nothing and its output is never read. Both empty: 0 and -inf. NaN spreads.
+// Where the output lies in the prefix's place, a row whose suffix is empty stays as it is: of the keys of one chunk, many rows see none.
 //
 // kLanes neighbouring lanes merge one (token, head), 8 elements each; a thread takes kRows of them, all loads first, so the
 // output may be one of the inputs, its LSE too: the lanes of a row lie in one warp, which meets before it writes.
@@ -71,12 +72,14 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_merge(const __g
     suffix_lse[i] = *reinterpret_cast<const float*>(row_of(p.suffix_lse, token, head));
   }
 
+  const bool in_place = sizeof(Source) == sizeof(Output) && p.output.data == p.prefix.data;
+  const auto stays = [&](int i) { return in_place && empty(suffix_lse[i]) && !empty(prefix_lse[i]); };
   Chunk<Source> prefix[kRows], suffix[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const uint32_t row = first + i * kRowsPerPass, token = row / p.heads, head = row % p.heads;
     prefix[i] = suffix[i] = {};
-    if (!empty(prefix_lse[i]))
+    if (!empty(prefix_lse[i]) && !stays(i))
       prefix[i] = load_chunk(reinterpret_cast<const Source*>(row_of(p.prefix, token, head)) + column);
     if (!empty(suffix_lse[i]))
       suffix[i] = load_chunk(reinterpret_cast<const Source*>(row_of(p.suffix, token, head)) + column);
@@ -93,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 2) mla_merge(const __g
     unpack_chunk(suffix[i], b);
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) a[j] = a[j] * w.prefix + b[j] * w.suffix;
-    store_chunk(reinterpret_cast<Output*>(row_of(p.output, token, head)) + column, pack_chunk<Output>(a));
+    if (!stays(i))
+      store_chunk(reinterpret_cast<Output*>(row_of(p.output, token, head)) + column, pack_chunk<Output>(a));
     if (p.output_lse.data != nullptr && column == 0)
       *reinterpret_cast<float*>(row_of(p.output_lse, token, head)) = w.lse;
   }

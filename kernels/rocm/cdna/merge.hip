@@ -3,7 +3,8 @@
 //   lse = ln(e^p + e^s)      out = w * prefix + (1 - w) * suffix,  w = e^(p - lse) = 1 / (1 + e^(s - p))
 //
 // A side with LSE -inf or +inf is empty: it weighs nothing and its output is never read. Both empty: 0 and -inf. NaN
-// spreads.
+// spreads. Where the output lies in the prefix's place, a row whose suffix is empty stays as it is: of the keys of one
+// chunk, many rows see none.
 //
 // kLanes neighbouring lanes merge one (token, head), 8 elements each; a thread takes kRows of them, all loads first.
 // The lanes of a row lie in one wave, whose loads are done before its first store, so the output may be one of the
@@ -77,12 +78,15 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) mla_merge(MergeParams p) {
     suffix_lse[i] = *reinterpret_cast<const float*>(row_of(p.suffix_lse, token, head));
   }
 
+  const bool in_place = sizeof(Source) == sizeof(Output) && p.output.data == p.prefix.data;
+  const auto stays = [&](int i) { return in_place && empty(suffix_lse[i]) && !empty(prefix_lse[i]); };
   Chunk<Source> prefix[kRows], suffix[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const uint32_t row = first + i * kRowsPerPass, token = row / heads, head = row % heads;
     prefix[i] = suffix[i] = zero_chunk<Source>();
-    if (!empty(prefix_lse[i])) prefix[i] = load_chunk<Source>(row_of(p.prefix, token, head) + column * sizeof(Source));
+    if (!empty(prefix_lse[i]) && !stays(i))
+      prefix[i] = load_chunk<Source>(row_of(p.prefix, token, head) + column * sizeof(Source));
     if (!empty(suffix_lse[i])) suffix[i] = load_chunk<Source>(row_of(p.suffix, token, head) + column * sizeof(Source));
   }
 
@@ -95,7 +99,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) mla_merge(MergeParams p) {
 #pragma unroll
     for (int j = 0; j < kChunk; ++j)
       merged.v[j] = from_float<Output>(to_float(prefix[i].v[j]) * w.prefix + to_float(suffix[i].v[j]) * w.suffix);
-    store_chunk(row_of(p.output, token, head) + column * sizeof(Output), merged);
+    if (!stays(i)) store_chunk(row_of(p.output, token, head) + column * sizeof(Output), merged);
     if (p.output_lse.data != nullptr && column == 0)
       *reinterpret_cast<float*>(row_of(p.output_lse, token, head)) = w.lse;
   }
