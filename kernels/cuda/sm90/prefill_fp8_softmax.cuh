@@ -11,6 +11,7 @@ MLA_DEVICE float4 of_keys(uint32_t array, int u) { return ld_shared_v4_f32(array
 template <int W> MLA_DEVICE void scale_scores(float (&s)[W / 2], uint32_t array, const float (&row)[2]) {
 #pragma unroll
   for (int u = 0; u < W / 16; u++) {
+    if (u % 2 == 0) __syncwarp();
     const float4 x = of_keys(array, u);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -96,7 +97,10 @@ MLA_DEVICE void exponentials(const float (&s)[W / 2], uint32_t (&words)[W / 8], 
 #pragma unroll
   for (int u = 0; u < W / 16; u++) {
     float4 v;
-    if constexpr (kValues) v = of_keys(values, u);
+    if constexpr (kValues) {
+      __syncwarp();
+      v = of_keys(values, u);
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int i = u / 4 * 32 + u % 4 * 4 + 2 * r;
