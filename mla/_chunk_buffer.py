@@ -208,15 +208,24 @@ class Fp8Buffer(Buffer):
             k = views.projected[: rows * self._key_weight.shape[0]].view(rows, -1)
             torch.mm(views.latent[:rows], self._key_weight.t(), out=k)
             self._quantize_keys(k.unflatten(1, heads), views)
-            v = self._transposed(views.projected, rows)
-            torch.mm(self._value_weight, views.latent.t(), out=v.flatten(0, 1))
-            self._quantize_values(v.transpose(0, 1), self._transposed(self._parts["v"], rows).transpose(0, 1))
+            self._fill_transposed(views, rows)
         else:
             projected = views.projected[: rows * self._extents.heads * sum(split)].view(rows, -1)
             up_project(views.latent[:rows], self._weight, projected)
             k, v = projected.unflatten(1, heads).split(split, 2)
             self._quantize_keys(k, views)
-            self._quantize_values(v, views.v)
+            scale = self._parts["v_scale"]
+            quantize.quantize_per_head(v, dtype=views.v.dtype, out=views.v, scale=scale, target=self._target)
+
+    def _fill_transposed(self, views: Views, rows: int) -> None:
+        """Project the values up into V^T, and quantise that row by row: a head is too much for a block of threads."""
+        v, out = (self._transposed(data, rows) for data in (views.projected, self._parts["v"]))
+        torch.mm(self._value_weight, views.latent.t(), out=v.flatten(0, 1))
+        quantize.write_scales(v, (1, 2), out.dtype, self._parts["v_scale"])
+        scales = self._parts["v_scale"].view(-1, 1, 1).expand(v.shape[0], v.shape[1], 1).flatten(0, 1)
+        quantize.launch(
+            out.flatten(0, 1).unsqueeze(1), scales.unsqueeze(2), v.flatten(0, 1).unsqueeze(1), 0, True, self._target
+        )
 
     def _make_views(self, rows: int) -> Views:
         latent = self._parts["latent"][: round_up(rows, _V_ROW_MULTIPLE)]
@@ -235,11 +244,6 @@ class Fp8Buffer(Buffer):
     def _quantize_keys(self, keys: torch.Tensor, views: Views) -> None:
         assert views.k_scales is not None
         quantize.launch(views.k, views.k_scales.unsqueeze(2), keys, 0, False, self._target)
-
-    def _quantize_values(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Quantise [.., H, ..] with a scale for each head."""
-        scale = self._parts["v_scale"]
-        quantize.quantize_per_head(values, dtype=out.dtype, out=out, scale=scale, target=self._target)
 
     def _clear_leftovers(self, chunk: PlanChunk, spare: int) -> None:
         """Zero the rows behind the last token of each sequence's last page; row `spare` is nobody's."""

@@ -299,15 +299,20 @@ def _quantize_all(
     out = _output(x, dtype, out)
     scale = _scales(x, shape, scale)
     with stream_scope(x.device, stream):
-        if x.numel():
-            amax = torch.linalg.vector_norm(x, float("inf"), dim=reduced, dtype=torch.float32).view(shape)
-        else:
-            amax = torch.zeros(shape, dtype=torch.float32, device=x.device)
-        # By a tensor: torch divides by a number on a GPU by multiplying with its rounded reciprocal.
-        largest = torch.full_like(amax, torch.finfo(dtype).max)
-        scale.copy_((amax / largest).clamp_(min=torch.finfo(torch.float32).tiny))
+        write_scales(x, reduced, dtype, scale)
     quantize_with_scale(x, scale, dtype=dtype, out=out, target=target, stream=stream)
     return out, scale
+
+
+def write_scales(x: torch.Tensor, reduced: tuple[int, ...], dtype: torch.dtype, scale: torch.Tensor) -> None:
+    """Write the f32 scales of what shares one over whole dimensions of x; the other dimensions are those of `scale`."""
+    if x.numel():
+        amax = torch.linalg.vector_norm(x, float("inf"), dim=reduced, dtype=torch.float32).view(scale.shape)
+    else:
+        amax = torch.zeros(scale.shape, dtype=torch.float32, device=x.device)
+    # By a tensor: torch divides by a number on a GPU by multiplying with its rounded reciprocal.
+    largest = torch.full_like(amax, torch.finfo(dtype).max)
+    torch.div(amax, largest, out=scale).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def _output(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
