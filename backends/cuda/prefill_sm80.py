@@ -120,6 +120,16 @@ def tile_of(problem: Problem, arch: str) -> Tile | None:
     return None
 
 
+#: Architectures whose mma.sync multiplies e4m3; on others ptxas would widen the operands of each warp anew.
+FP8_MMA_ARCHS = ("sm_89", "sm_12*")
+
+
+def multiplies_fp8(problem: Problem, arch: str) -> bool:
+    """Tell whether fp8 operands are multiplied as they are; with wider values a tile's sums do not fit beside O."""
+    own = any(fnmatchcase(arch, pattern) for pattern in FP8_MMA_ARCHS)
+    return own and problem.dtypes.startswith("fp8") and problem.v_head_dim <= 128
+
+
 class OperandScales(Structure):
     """``sm80/prefill_layout.cuh``: scales of fp8 operands."""
 
@@ -179,11 +189,13 @@ _pack = params.packer(_Scalars)
 
 
 @functools.lru_cache(maxsize=512)
-def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool, value_scales: bool = False) -> KernelSpec:
+def prefill_spec(
+    problem: Problem, tile: Tile, *, positive_scale: bool, value_scales: bool = False, fp8_mma: bool = False
+) -> KernelSpec:
     """Describe the kernel.
 
     Softcap, bias or a scale that is not positive have scores scaled before the maxima; ``value_scales`` says that each
-    row of an fp8 v has one.
+    row of an fp8 v has one, ``fp8_mma`` that fp8 operands are multiplied as they are.
     """
     assert problem.mask is not None and problem.rope is not None
     data, _, rope = problem.dtypes.partition("+")
@@ -199,6 +211,7 @@ def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool, value_sc
         *(["scaled"] if scale_scores else []),
         *(["prescaled"] if prescaled else []),
         *(["rows"] if value_scales else []),
+        *(["mma"] if fp8_mma else []),
         *(["transposed"] if "v_transposed" in problem.features else []),
         problem.mask.key,
     ]
@@ -219,6 +232,7 @@ def prefill_spec(problem: Problem, tile: Tile, *, positive_scale: bool, value_sc
         ("MLA_ROPE_PRESCALED", int(prescaled)),
         ("MLA_VALUE_SCALES", int(value_scales)),
         ("MLA_V_TRANSPOSED", int("v_transposed" in problem.features)),
+        ("MLA_FP8_MMA", int(fp8_mma)),
         ("MLA_WARPS", tile.warps),
         ("MLA_WARP_ROWS", tile.warp_rows),
         ("MLA_BLOCK_N", tile.block_n),
@@ -258,7 +272,8 @@ class PrefillSm80:
         """Return the kernels of one problem at a positive scale, tall and short; none where no tile fits."""
         tall = tile_of(problem, arch)
         tiles = () if tall is None else (tall, tall.halved())
-        return tuple(prefill_spec(problem, tile, positive_scale=True) for tile in tiles)
+        fp8_mma = multiplies_fp8(problem, arch)
+        return tuple(prefill_spec(problem, tile, positive_scale=True, fp8_mma=fp8_mma) for tile in tiles)
 
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
@@ -272,15 +287,16 @@ class PrefillSm80:
         The result launches. Calls that would leave processors idle, and those of short sequences, take tiles of half
         the height.
         """
-        tall = tile_of(problem, runtime.arch_of(device))
+        arch = runtime.arch_of(device)
+        tall = tile_of(problem, arch)
         assert tall is not None, "dispatch asks check() first"
         short = tall.halved()
         blocks_at_once = runtime.properties(device).multi_processor_count * tall.resident
 
         @functools.cache
         def kernel(tile: Tile, positive_scale: bool, value_scales: bool) -> runtime.Kernel:
-            spec = prefill_spec(problem, tile, positive_scale=positive_scale, value_scales=value_scales)
-            return runtime.load(spec, device)
+            options = {"positive_scale": positive_scale, "value_scales": value_scales}
+            return runtime.load(prefill_spec(problem, tile, fp8_mma=multiplies_fp8(problem, arch), **options), device)
 
         for tile in (tall, short):
             kernel(tile, True, False)

@@ -13,9 +13,10 @@ import torch
 import mla
 from mla import dispatch, masks
 from mla.backends.cuda import compiler, prefill_sm80
-from mla.backends.cuda.prefill_sm80 import PrefillSm80, Tile, prefill_spec, tile_of
+from mla.backends.cuda.prefill_sm80 import PrefillSm80, Tile, multiplies_fp8, prefill_spec, tile_of
 from mla.problem import Problem
 from tests.kernels.test_cuda_compile import sass
+from tests.support.matrix_cases import LONG_ROWS
 from tests.support.problems import MASKS, Case, MaskContext, PrefillProblem, build
 from tests.support.tolerance import assert_lse, assert_output, precision_of
 
@@ -85,7 +86,8 @@ def test_it_compiles_within_its_budget(name: str) -> None:
             tile = tile_of(problem, arch)
             assert tile is not None
             for used in (tile, tile.halved())[: THOROUGH.get(name, 1)]:
-                spec = prefill_spec(problem, used, positive_scale=True, value_scales=value_scales)
+                options = {"value_scales": value_scales, "fp8_mma": multiplies_fp8(problem, arch)}
+                spec = prefill_spec(problem, used, positive_scale=True, **options)
                 report = compiler.build(spec, arch).report
                 spills = (report["spill_store_bytes"], report["spill_load_bytes"], report["stack_bytes"])
                 assert spills == (0, 0, 0), (dims, arch, used)
@@ -109,6 +111,27 @@ def test_it_uses_the_tensor_cores_and_the_widest_copies(alignment: int, copies: 
     assert not kinds & {"LDL", "STL"}, "local memory"
     wide = {re.sub(r"\.(E|BYPASS|LTC128B|CONSTANT|U16)\b", "", one) for one in instructions if one.startswith("LDGSTS")}
     assert wide == ({f"LDGSTS{width}"} if copies == "LDGSTS" else set())
+
+
+@pytest.mark.usefixtures("_fresh_cache")
+@pytest.mark.parametrize(
+    ("arch", "dims", "fp8"),
+    [
+        ("sm_80", (192, 128), "HMMA"),
+        ("sm_90a", (192, 128), "HMMA"),
+        ("sm_89", (192, 128), "QMMA"),
+        ("sm_120", (192, 128), "QMMA"),
+        ("sm_89", (256, 256), "HMMA"),
+    ],
+)
+def test_fp8_is_multiplied_as_it_is_where_there_are_tensor_cores_for_it(
+    arch: str, dims: tuple[int, int], fp8: str
+) -> None:
+    spec = PrefillSm80.specs(fp8_problem_of(dims=dims), arch)[0]
+    path = compiler.build(spec, arch).path
+    assert path is not None
+    kinds = {instruction.split(".")[0] for instruction in sass(path)}
+    assert kinds & {"HMMA", "QMMA"} == {"HMMA", fp8}
 
 
 def test_tiles_follow_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +284,24 @@ def test_a_sequence_does_not_depend_on_its_company(mask: str, dtypes: str, devic
         again, again_lse = mla.prefill(**own_arguments, return_lse=True, target="cuda")
         rows = slice(int(queries[b]), int(queries[b + 1]))
         assert torch.equal(again[rows], output[rows]) and torch.equal(again_lse[rows], lse[rows])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", [
+    Case(dtypes="fp8", scale=0.3, lengths=((1500, 130), (0, 700), (63, 65))),
+    Case(dtypes="fp8", v_transposed=True, page_size=1, softcap=12.0, sinks=True),
+    Case(dtypes="fp8", v_scale="row", mask="causal_bias"),
+    Case(dtypes="fp8+bf16_rope", mask="sink_window", v_scale=""),
+    *(case for case in LONG_ROWS if case.dtypes.startswith("fp8")),
+], ids=str)  # fmt: skip
+def test_fp8_multiplied_as_it_is(case: Case, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ptxas makes conversions and 16-bit products of it."""
+    monkeypatch.setattr(prefill_sm80, "FP8_MMA_ARCHS", ("sm_*",))
+    problem = build(case, device, seed)
+    output, _ = check(problem)
+    if case.v_mean:
+        expected, _ = problem.expect()
+        torch.testing.assert_close(output.double().nanmean(), expected.nanmean(), rtol=5e-3, atol=0.0)
 
 
 def attention(

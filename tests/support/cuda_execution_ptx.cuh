@@ -124,3 +124,26 @@ template <typename T> void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], u
     }
   }
 }
+
+// Row g, columns 4 t to 4 t + 3 of A lie with lane 4 g + t; so do column g, rows 4 t to 4 t + 3 of B (PTX ISA, "Matrix
+// Fragments for mma.m16n8k32").
+inline float e4m3_value(uint32_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float magnitude = (code & 0x7f) == 0x7f ? NAN
+                          : exponent == 0       ? ldexpf(mantissa, -9)
+                                                : ldexpf(8 + mantissa, exponent - 10);
+  return code & 0x80 ? -magnitude : magnitude;
+}
+inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Operands { uint32_t a[4], b[2]; };
+  const host::Slot* slots = host::exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const int lane = host::current % 32, row = lane / 4;
+  for (int e = 0; e < 4; e++) {
+    const int column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 32; k++) {
+      const Operands x = host::value<Operands>(slots[row * 4 + k % 16 / 4]),
+                     y = host::value<Operands>(slots[column * 4 + k % 16 / 4]);
+      d[e] += e4m3_value(x.a[e / 2 + k / 16 * 2] >> k % 4 * 8 & 0xff) * e4m3_value(y.b[k / 16] >> k % 4 * 8 & 0xff);
+    }
+  }
+}

@@ -4,7 +4,7 @@
 
 // The factor that normalises a row, its LSE stored on the way; l is the whole denominator.
 MLA_DEVICE float finish_row(const PrefillParams& p, const Item& item, int row, float m, float l, float scale) {
-  float logit = m == -infinity() ? -infinity() : m * scale, factor = 1.0f;
+  float logit = m == -infinity() ? -infinity() : __fmaf_rn(m, scale, -kReferenceBits), factor = 1.0f;
 #if MLA_SINKS
   const float sink = p.sinks[item.head] * kLog2e, reference = fmaxf(logit, sink);
   if (reference > -infinity()) {

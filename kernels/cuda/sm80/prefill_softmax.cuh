@@ -3,9 +3,10 @@
 #pragma once
 #include "prefill_layout.cuh"
 
-// A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost.
-// Decided for each row by itself, so that its bits do not depend on its neighbours.
-constexpr float kGrowth = 8.0f;
+// A row keeps an older maximum as its reference while p stays below 2^kGrowth of it: sums and P only scale, nothing is
+// lost. Decided for each row by itself, so that its bits do not depend on its neighbours. At the reference P is
+// 2^kReferenceBits: e4m3, which ends at 448, then has as many bits more for what is small.
+constexpr float kGrowth = kFp8Output ? 4.0f : 8.0f, kReferenceBits = kFp8Output ? 4.0f : 0.0f;
 
 using Scores = float[kMTiles][kNTiles][4];
 using Accumulator = float[kMTiles][kVDim / 8][4];
@@ -126,7 +127,7 @@ MLA_DEVICE void softmax(Scores& s, RowSums& sums, Accumulator& o, float scale) {
   }
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
-    const float reference = sums.m[r] == -infinity() ? 0.0f : sums.m[r] * scale;
+    const float reference = sums.m[r] == -infinity() ? 0.0f : __fmaf_rn(sums.m[r], scale, -kReferenceBits);
     float a = 0.0f, b = 0.0f;
 #pragma unroll
     for (int j = 0; j < kNTiles; j++) {
