@@ -65,6 +65,7 @@ def context_parallel_prefill(
     lse_layout: str = "TH",
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    attention_dtype: torch.dtype | None = None,
     target: str | Target = "gpu",
     stream: Stream | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +131,7 @@ def context_parallel_prefill(
     cache = kv_collection.layer(layer_idx)
     if not isinstance(weight, torch.Tensor):
         raise DTypeError(f"weight must be a torch.Tensor, which is sent to other ranks, got {type(weight).__name__}")
-    extents = find_extents(q, cache, weight, buffer_token_size, plan)
+    extents = find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype)
     require_no_grad(q=q, weight=weight)
     _check_shard(cache, keys, rank, world, sinks, extents)
     if lse_layout not in ("TH", "HT"):

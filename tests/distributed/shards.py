@@ -70,6 +70,21 @@ class Case:
     buffer: int = 64
     plan: str = "lengths"  # where the number of chunks comes from: lengths, chunks or nothing
     lse_layout: str = "TH"
+    fp8: bool = False  # attended to in fp8
+
+    @property
+    def attention_dtype(self) -> torch.dtype | None:
+        return torch.float8_e4m3fn if self.fp8 else None
+
+    @property
+    def precision(self) -> str:
+        """Of the tolerance between one device and several."""
+        return "fp8" if self.fp8 else self.dtype
+
+    @property
+    def lse_factor(self) -> float:
+        """How many bounds lie between them: in fp8 other heads share a scale, so that q is rounded otherwise."""
+        return 10 if self.fp8 else 2
 
     def __str__(self) -> str:
         default = Case()
@@ -98,6 +113,7 @@ CASES = (
     Case(lengths=((0, 0), (0, 3)), buffer=7),
     Case(heads=4, dtype="bf16"),
     Case(heads=4, dtype="fp16", mask="sliding", buffer=1000),
+    Case(heads=4, dtype="bf16", sinks=True, fp8=True),
 )
 #: The case that runs on a mesh of two by two as well.
 MESH_CASE = next(i for i, case in enumerate(CASES) if case.shard == "contiguous" and case.sinks)
@@ -141,7 +157,8 @@ def one_device(problem: Problem, target: str = "cpu", **changes: Any) -> tuple[t
     arguments = {"q": problem.q, "weight": problem.weight, "mask": problem.mask, "sinks": problem.sinks, **changes}
     result = mla.chunked_prefill(
         kv_collection=problem.data.cache, layer_idx=0, input_row_offsets=problem.data.input_row_offsets, scale=SCALE,
-        buffer_token_size=case.buffer, softcap=case.softcap, return_lse=True, target=target, **arguments,
+        buffer_token_size=case.buffer, softcap=case.softcap, return_lse=True, attention_dtype=case.attention_dtype,
+        target=target, **arguments,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result
@@ -201,7 +218,8 @@ def run_context_parallel(
     result = context_parallel_prefill(
         problem.q[:, heads], own_cache(problem, keys, target), 0, weight, problem.data.input_row_offsets, problem.mask,
         SCALE, keys=keys, start_positions=problem.starts, buffer_token_size=case.buffer, return_lse=True,
-        lse_layout=case.lse_layout, sinks=sinks, group=group, softcap=case.softcap, target=target, **more,
+        lse_layout=case.lse_layout, sinks=sinks, group=group, softcap=case.softcap,
+        attention_dtype=case.attention_dtype, target=target, **more,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result
@@ -212,7 +230,8 @@ def run_head_parallel(problem: Problem, rank: int, world: int, target: str = "cp
     heads, weight, sinks = share_of_heads(problem, rank, world)
     result = head_parallel_prefill(
         problem.q[:, heads], problem.data.cache, 0, weight, problem.data.input_row_offsets, problem.mask, SCALE,
-        buffer_token_size=case.buffer, return_lse=True, sinks=sinks, softcap=case.softcap, target=target,
+        buffer_token_size=case.buffer, return_lse=True, sinks=sinks, softcap=case.softcap,
+        attention_dtype=case.attention_dtype, target=target,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result

@@ -25,10 +25,10 @@ def test_keys_on_several_ranks(ranks: list[Any], index: int) -> None:
     expected, expected_lse = one_device(build(case))
     # Both are within one bound of the truth.
     assert outputs[0].dtype == expected.dtype
-    assert_output(torch.cat(outputs, 1), expected, case.dtype, factor=2)
+    assert_output(torch.cat(outputs, 1), expected, case.precision, factor=2)
     lse = torch.cat(lses, 1) if case.lse_layout == "TH" else torch.cat(lses, 0).T
     # In 16 bits one device rounds keys as the ranks do, so that scores are the same numbers.
-    assert_lse(lse, expected_lse, case.dtype, factor=2)
+    assert_lse(lse, expected_lse, case.precision, factor=case.lse_factor)
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True, ids="{}ranks".format)
@@ -47,8 +47,8 @@ def test_heads_on_several_ranks(ranks: list[Any], index: int) -> None:
     for r, rank in enumerate(ranks):
         heads, weight, sinks = share_of_heads(problem, r, len(ranks))
         output, lse = rank[index]["heads"]
-        assert_output(output, expected[:, heads], case.dtype, factor=2)
-        assert_lse(lse, expected_lse[:, heads], case.dtype, factor=2)
+        assert_output(output, expected[:, heads], case.precision, factor=2)
+        assert_lse(lse, expected_lse[:, heads], case.precision, factor=case.lse_factor)
         if case.mask in ("heads", "bias"):
             continue  # what these masks say of a head depends on its number
         own = one_device(problem, q=problem.q[:, heads], weight=weight, sinks=sinks)
