@@ -16,9 +16,9 @@ from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.counters import counters_of
 from mla.backends.cuda.params import C_TYPES, PAGE_SIZES
 from mla.backends.cuda.prefill_fp8_sm90_block import PrefillParams
-from mla.backends.cuda.prefill_sm90 import TILES_MAX, schedule_spec
+from mla.backends.cuda.prefill_sm90 import TILES_MAX, schedule_spec, workspace_of
 from mla.backends.cuda.prefill_sm90_block import ScheduleParams
-from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES
+from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, PROCESSORS_MAX, TABLE_SEQUENCES
 from mla.errors import ShapeError
 from mla.mask_expr import postorder
 from mla.masks import CausalMask
@@ -201,8 +201,8 @@ class PrefillFp8Sm90:
 
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
-        """Return the bytes of the order of work of a large batch; small ones need none."""
-        return (B + 1) * ENTRY_BYTES if B > TABLE_SEQUENCES else 0
+        """Return the bytes of the order of work of a large batch and of results of parts of long sequences."""
+        return workspace_of(problem, T=T, L=L, B=B, H=H).bytes
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
@@ -233,26 +233,31 @@ class PrefillFp8Sm90:
                 return
             if args.k.shape[0] > TILES_MAX * _BLOCK_N:
                 raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * _BLOCK_N}")
-            counters = counters_of(args.q.device)  # kept until the launch
+            space = workspace_of(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
+            counters = counters_of(args.q.device, 2 + space.arrivals)  # kept until the launch
             key = (counters.data_ptr(), *blocks.contents(args))
             block = made.get(key)
             if block is None:
                 block = blocks.make(args, _BLOCK_N, counters)
+                block.processors = min(processors, PROCESSORS_MAX)
                 if len(made) >= _BLOCKS_MAX:
                     made.clear()
                 if not args.mask.biases:
                     made[key] = block
-            grid = min(processors, (-(-rows // 64) + batch) * heads)
-            ordered = batch > TABLE_SEQUENCES
-            if ordered:
+            grid = processors if space.slots else min(processors, (-(-rows // 64) + batch) * heads)
+            if space.bytes:
                 workspace = args.workspace
                 if workspace is None:
-                    need = PrefillFp8Sm90.workspace_bytes(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
-                    workspace = torch.empty(need, dtype=torch.uint8, device=args.q.device)
+                    workspace = torch.empty(space.bytes, dtype=torch.uint8, device=args.q.device)
                 block = PrefillParams.from_buffer_copy(block)
-                block.table = workspace.data_ptr()
-                schedule().launch(ScheduleParams(block.sequences, block.table, batch, heads, grid), 1)
+                block.table, arrivals, block.slots = space.places(workspace.data_ptr())
+                if space.ordered:
+                    block.arrivals = arrivals
+                    order = ScheduleParams(
+                        block.sequences, block.table, batch, heads, grid, block.processors, block.arrivals
+                    )
+                    schedule().launch(order, 1)
             per_key = args.v_scale is not None and args.v_scale.ndim == 2
-            kernel(Variant(args.cache_offsets is not None, per_key), ordered).launch(block, grid)
+            kernel(Variant(args.cache_offsets is not None, per_key), space.ordered).launch(block, grid)
 
         return run

@@ -50,6 +50,8 @@ class PrefillParams(Structure):
             ("sinks", c_void_p),
             ("table", c_void_p),
             ("counters", c_void_p),
+            ("arrivals", c_void_p),
+            ("slots", c_void_p),
             ("output_stride_t", c_longlong),
             ("output_stride_h", c_longlong),
             ("lse_stride_t", c_longlong),
@@ -59,6 +61,7 @@ class PrefillParams(Structure):
             ("softcap_logit", c_float),
             ("batch", c_int),
             ("heads", c_int),
+            ("processors", c_int),
         ]
     )
 
@@ -83,7 +86,7 @@ def contents(args: PrefillArgs) -> tuple[object, ...]:
 
 
 def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
-    """Fill in a parameter block, apart from its table."""
+    """Fill in a parameter block, apart from what lies in the workspace."""
     block = PrefillParams()
     q, output, lse = args.q, args.output, args.lse
     block.q, block.q_rope = _query_maps(args)
@@ -107,6 +110,7 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
         block.lse_stride_t, block.lse_stride_h = lse.stride()
     block.sinks = params.pointer(args.sinks)
     block.counters = counters.data_ptr()
+    block.arrivals = block.counters + 8  # behind the two of the launch itself
     block.logit_scale = args.softmax_scale * math.log2(math.e)
     if args.softcap:
         block.softcap_scale = 2.0 / args.softcap

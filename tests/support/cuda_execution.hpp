@@ -51,6 +51,7 @@ inline void start_thread(int thread) { copies[thread] = {}; }
 
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -72,6 +73,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 template <typename T> T __ldg(const T* p) { return host::readable(p, sizeof(T)) ? *p : T(); }
+
+template <typename T> T __ldcg(const T* p) { return *p; }  // of what the kernel itself wrote
 
 inline void __syncthreads() { host::meet(host::block, host::threads, {"__syncthreads", "", 0}); }
 inline bool __syncthreads_or(bool x) {

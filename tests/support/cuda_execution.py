@@ -92,7 +92,7 @@ def executed(
         monkeypatch.setattr(module, "driver", lambda: Driver)
     tensor_map.tensor_map.cache_clear()
     for module in (prefill_fp8_sm90, prefill_sm90):
-        monkeypatch.setattr(module, "counters_of", lambda device: torch.zeros(2, dtype=torch.int32))
+        monkeypatch.setattr(module, "counters_of", lambda device, words=2: torch.zeros(words, dtype=torch.int32))
 
     def resolve(problem: Any, target: object, device: torch.device) -> Callable[[Any], None]:
         prepared = entry.prepare(problem, device)

@@ -1,7 +1,7 @@
 // Keys worked on in parts: every row group puts its result into the workspace, and the last to arrive combines them in
-// the order of parts, so that the bits do not depend on who it is.
+// the order of parts, so that the bits do not depend on who it is. Included behind a layout that defines PrefillParams.
 #pragma once
-#include "prefill_layout.cuh"
+#include "prefill_items.cuh"
 
 // A slot, as the threads of a warpgroup hold a result: O, then m and l, four words of each thread side by side.
 constexpr int kSlotO = MLA_V_DIM / 8;  // float4 of a thread's O

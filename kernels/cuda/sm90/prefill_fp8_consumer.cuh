@@ -2,6 +2,7 @@
 #pragma once
 #include "prefill_fp8_layout.cuh"
 #include "prefill_fp8_softmax.cuh"
+#include "prefill_combine.cuh"
 #include "prefill_epilogue.cuh"
 
 // How a tile is worked on.
@@ -17,7 +18,7 @@ struct Consumer {
   const int group;  // the row group it works for
   Ring<kStagesK> k{0};
   Ring<kStagesV> v{0};
-  const Item* item;
+  Item* item;
 
   // This thread's first row in the item; its other row is 8 below.
   MLA_DEVICE int row() const {
@@ -29,7 +30,7 @@ struct Consumer {
   }
 
   // Leaves the scales of the item's rows in shared memory, where they take no registers; each warp has its own 16 rows.
-  MLA_DEVICE void take(const Item* next) {
+  MLA_DEVICE void take(Item* next) {
     item = next;
     const int thread = tid_x() & 127, at = thread / 32 * 16 + thread % 32;
     __syncwarp();
@@ -181,7 +182,7 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group)
 #pragma unroll 1
   while (true) {
     mbarrier_wait_parity(shared.q_full(group), q_phase);
-    const Item* item = shared.item(group, q_phase);
+    Item* item = shared.item(group, q_phase);
     q_phase ^= 1;
     if (item->q_row < 0) break;
     consumer.take(item);
@@ -194,6 +195,7 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group)
     if (type == kEnd) consumer.release(shared.q_empty(group));
 #pragma unroll 1
     while (type != kEnd) type = consumer.work(type, o, sums);
+    if (item->parts > 1 && item->rows > 0 && !combine_parts(p, *item, group, o, sums, 1.0f)) continue;
     finish_item(p, *item, consumer.row(), o, sums, 1.0f);
   }
 }

@@ -94,6 +94,8 @@ struct PrefillParams {
   const float* sinks;
   const ScheduleEntry* table;  // null: every block makes its own
   int* counters;  // [2] zero before and after the launch: items claimed, thread blocks ended
+  int* arrivals;  // [slots] zero before and after the launch: parts of a block that have a result
+  float4* slots;
   int64_t output_stride_t, output_stride_h;
   int64_t lse_stride_t, lse_stride_h;
   float logit_scale;  // softmax_scale * log2(e)
@@ -101,6 +103,7 @@ struct PrefillParams {
   float softcap_logit;  // softcap * log2(e)
   int batch;
   int heads;
+  int processors;  // of the device
 };
 
 // ---- work of the helper warps ---------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ MLA_DEVICE bool take_item(Producer& producer, int index) {
 }
 
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
-  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table());
+  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table(), p.processors);
   Producer producer{p, shared, shared.draft()};
 #pragma unroll 1
   for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) producer.load();
