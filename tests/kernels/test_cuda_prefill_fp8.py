@@ -1,0 +1,154 @@
+"""The Hopper prefill in fp8: what the compiler makes of it, without a GPU; with one, what the matrix does not ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla.backends.cuda import compiler
+from mla.backends.cuda.prefill_fp8_sm90 import Variant, prefill_spec, tile_of
+from mla.masks import CausalMask, MaterializedMask
+from mla.problem import Problem
+from mla.target import device_arch
+from tests.kernels.test_cuda_prefill_sm90 import LONG, SINK_WINDOW, disassembler
+from tests.support.problems import Case, PrefillProblem, build
+
+pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
+
+WHOLE, CHUNKED = Variant(chunked=False, value_scales=False), Variant(chunked=True, value_scales=False)
+FEATURES = frozenset({"q_scale", "k_scales", "v_scale", "scales"})
+FP8 = Problem(
+    "prefill", "fp8", "bf16", page_size=64, rope="paged", mask=CausalMask().program, features=FEATURES, granularity=128
+)
+ROPE16 = dataclasses.replace(
+    FP8, dtypes="fp8+bf16_rope", features=frozenset({"q_scale", "k_scales", "split_q", "rope_prescaled"}), granularity=0
+)
+
+
+def asking(problem: Problem, *features: str, **fields: object) -> Problem:
+    return dataclasses.replace(problem, features=problem.features | set(features), **fields)  # type: ignore[arg-type]
+
+
+BIAS = MaterializedMask(torch.zeros(1, 8, 8))
+KERNELS: dict[str, tuple[Problem, Variant]] = {
+    "transposed": (asking(FP8, "v_transposed"), WHOLE),
+    "transposed_lse": (asking(FP8, "v_transposed", "lse"), WHOLE),
+    "rows": (FP8, WHOLE),
+    "rows_lse_chunked": (asking(FP8, "lse", out_dtype="fp32"), CHUNKED),
+    "value_scales": (asking(FP8, "lse"), Variant(chunked=False, value_scales=True)),
+    "page_1": (asking(FP8, "lse", page_size=1), WHOLE),
+    "sinks_function": (asking(FP8, "lse", "sinks", mask=SINK_WINDOW.program), WHOLE),
+    "softcap_bias": (asking(FP8, "lse", "softcap", "bias", mask=BIAS.program), WHOLE),
+    "rope16": (asking(ROPE16, "v_transposed"), WHOLE),
+    "rope16_rows_lse": (asking(ROPE16, "lse"), CHUNKED),
+    "rope16_not_prescaled": (
+        dataclasses.replace(ROPE16, features=ROPE16.features - {"rope_prescaled"} | {"lse"}),
+        WHOLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_keep_their_registers_and_the_tensor_cores_asynchronous(name: str, tmp_path: Path) -> None:
+    problem, variant = KERNELS[name]
+    spec, tile = prefill_spec(problem, variant), tile_of(problem)
+    binary = compiler.compile_unit(compiler.unit(spec, "sm_90a"))
+    # The bodies for tiles with a scale for each key, and the producer with its 32 registers, may put away a few words.
+    spills = 0 if tile.row_groups == 2 else 160
+    assert int(str(binary.report["spill_store_bytes"])) <= spills
+    assert binary.report["registers"] == 65536 // spec.threads // 8 * 8
+    assert spec.shared_bytes <= 227 * 1024
+    assert "serialized" not in str(binary.report["log"]), binary.report["log"]
+
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("needs cuobjdump, of the CUDA toolkit or of triton")
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(binary.code)
+    lines = subprocess.run([tool, "-sass", str(file)], capture_output=True, text=True, check=True).stdout.splitlines()
+
+    def places(instruction: str) -> list[int]:
+        return [i for i, line in enumerate(lines) if f" {instruction}" in line]
+
+    # Whole tiles: one scale, a scale a key, masked; and the first half of a masked one. Of an unscaled rope no two keys
+    # have one scale; softcap masks every tile.
+    whole = 3 - (problem.dtypes != "fp8" and "rope_prescaled" not in problem.features) - (tile.row_groups == 2) * 2
+    fp8_rope = problem.dtypes == "fp8"
+    assert len(places("QGMMA")) == whole * (4 + 2 * fp8_rope + 4) + 4 + 2 * fp8_rope + 2
+    assert len(places("HGMMA")) == 0 if fp8_rope else 4 * (whole + 1)
+    if whole == 3:
+        # The loop that matters, over tiles of one scale, comes first: in it at most a word is put away.
+        first = places("QGMMA")[0]
+        last = places("QGMMA")[8 + 2 * fp8_rope - 1]
+        redo = places("FMNMX")[0]
+        in_loop = [i for kind in ("STL", "LDL") for i in places(kind) if first < i < min(last, redo)]
+        assert len(in_loop) <= 2 * (1 + (variant.value_scales or problem.mask is SINK_WINDOW.program)), in_loop
+
+
+def test_tiles_depend_on_nothing_that_changes_by_step() -> None:
+    assert tile_of(FP8) == tile_of(dataclasses.replace(FP8, page_size=1, out_dtype="fp32", rope="batched"))
+
+
+@pytest.fixture
+def hopper() -> torch.device:
+    device = torch.device("cuda", 0)
+    if device_arch(device) != "sm_90a":
+        pytest.skip(f"needs an H100 or H200; this is {device_arch(device)}")
+    return device
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+def with_one_scale(problem: PrefillProblem) -> PrefillProblem:
+    """Give all keys of a problem the same scales."""
+    problem.keywords["k_scales"].fill_(1.25)
+    if problem.operands["k_rope"].scales is not None:
+        problem.operands["k_rope"].scales.fill_(1.25)
+    return problem
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
+@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("alone", [0, 1, 3])
+def test_a_sequence_is_bitwise_the_same_in_any_company(
+    hopper: torch.device, dtypes: str, one_scale: bool, alone: int, seed: int
+) -> None:
+    case = Case(dtypes=dtypes, lengths=LONG, heads=3, spare_rows=(0, 0))
+    problem = build(case, hopper, seed)
+    if one_scale:
+        with_one_scale(problem)
+    output, lse = problem.run("cuda")
+    offsets = problem.operands["valid_length"].tolist()
+    mine = slice(offsets[alone], offsets[alone + 1])
+    others = torch.full_like(problem.operands["valid_length"], 0)
+    others[alone + 1 :] = offsets[alone + 1] - offsets[alone]
+    problem.operands = dict(problem.operands, q=problem.operands["q"][mine], valid_length=others)
+    for name in ("q_scale", "q_rope"):
+        if name in problem.keywords:
+            problem.keywords[name] = problem.keywords[name][mine]
+    # The lengths of the cache say how many tokens precede the new ones, so positions are those of the whole batch.
+    output_alone, lse_alone = problem.run("cuda")
+    assert same(output_alone, output[mine])
+    assert torch.equal(lse_alone, lse[mine])
+
+
+@pytest.mark.cuda
+def test_a_row_does_not_depend_on_its_neighbours(hopper: torch.device, seed: int) -> None:
+    """Rows whose logits grow begin a tile anew; the others of their warp come out the same, to the bit."""
+    case = Case(dtypes="fp8+bf16_rope", lengths=((1900, 64),), heads=4, mask="none", spare_rows=(0, 0))
+    problem = with_one_scale(build(case, hopper, seed))
+    growing = torch.linspace(6, 1, len(problem.operands["k"]), device=hopper)[:, None, None]
+    problem.operands["k"] = (problem.operands["k"].float().nan_to_num() * growing).to(torch.float8_e4m3fn)
+    output, _ = problem.run("cuda")
+    problem.operands["q"] = problem.operands["q"].clone()
+    problem.operands["q"][1::2] = 0.0
+    others, _ = problem.run("cuda")
+    assert same(output[::2], others[::2])
+    assert not same(output[1::2], others[1::2])
