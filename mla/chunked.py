@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from mla._check import (
     FP8_DTYPES,
@@ -205,9 +206,10 @@ def run_job(
     if groups is not None:
         _attend_groups(call, plan, groups, weight, extents, workspace)
         return
-    _attend_all(call, plan, weight, extents, workspace, keep_rows)
+    kernels = _Kernels(call.target)
+    _attend_all(call, plan, weight, extents, workspace, keep_rows, kernels)
     if plan.total_rows is None and plan.max_chunks * plan.buffer_token_size < _most_rows(cache):
-        _spoil_cut_sequences(call, plan)
+        _spoil_cut_sequences(call, plan, kernels)
 
 
 def _require_same_batch(
@@ -348,7 +350,7 @@ class _Kernels:
     def merge(self, args: MergeArgs) -> None:
         """Launch a merge."""
         output, lse = args.output, args.output_lse
-        kind = output.dtype, lse is None, output.data_ptr() & 15, output.shape[0] == 1
+        kind = output.dtype, args.prefix_output.dtype, lse is None, output.data_ptr() & 15, output.shape[0] == 1
         run = self._merges.get(kind)
         if run is None:
             sides = args.prefix_output, args.prefix_lse, args.suffix_output, args.suffix_lse
@@ -409,6 +411,7 @@ def _attend_all(
     extents: Extents,
     workspace: torch.Tensor | None,
     keep_rows: bool,
+    kernels: _Kernels,
 ) -> None:
     """Work through the chunks with all rows of q: the first result has the sinks, the others are merged into it."""
     chunks = _chunks_of(plan)
@@ -417,7 +420,7 @@ def _attend_all(
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = extents._replace(rows=rows, partial=max(extents.total, 1) if several else 0)
     parts = extents.allocate(workspace, call.q.device)
-    buffer, kernels = make_buffer(call, weight, extents, parts), _Kernels(call.target)
+    buffer = make_buffer(call, weight, extents, parts)
     buffer.queries.enter(call)
     if several:
         so_far, part = (Partial.of(parts, name, extents.total) for name in ("so_far", "part"))
@@ -448,18 +451,39 @@ def _most_rows(cache: PagedKVCache) -> int:
     return pages * cache.page_size
 
 
-def _spoil_cut_sequences(call: Call, plan: PrefillPlan) -> None:
-    """Write NaN for the sequences that the plan's tables did not hold to the end; the host does not know of any."""
+def _spoil_cut_sequences(call: Call, plan: PrefillPlan, kernels: _Kernels) -> None:
+    """Write NaN for the sequences that the plan's tables did not hold to the end; the host does not know of any.
+
+    That is a merge in place with something whose LSE is NaN for their rows and -inf for all others, which are thereby
+    left alone: no pass over the output is made.
+    """
+    output, lse = call.output, call.lse
+    marks = _cut_rows(call, plan).unsqueeze(1).expand(output.shape[:2])
+    so_far = torch.zeros((), dtype=torch.float32, device=output.device).expand(output.shape[:2]) if lse is None else lse
+    kernels.merge(MergeArgs(output, output, so_far, output, marks, lse))
+
+
+def _cut_rows(call: Call, plan: PrefillPlan) -> torch.Tensor:
+    """Return NaN for rows of q whose sequences were cut, -inf for the others: f32 [T].
+
+    All layers of a captured step share what was worked out for the first: a plan that was made in the capture is
+    written anew by each replay and by nothing else.
+    """
     assert isinstance(call.k_rope, PagedKVCache)
-    offsets = call.valid_length
+    offsets, total = call.valid_length, call.q.shape[0]
+    shared = plan.captured and is_capturing(offsets.device)
+    if shared and plan.cut_rows is not None and plan.cut_rows.shape[0] == total:
+        return plan.cut_rows
     held = plan.cache_offsets[-1] + plan.buffer_row_offsets[-1].diff()
-    cut = held < call.k_rope.total_lengths(offsets)
-    row = torch.arange(call.q.shape[0], dtype=torch.int32, device=offsets.device)
+    marks = torch.full_like(held, -math.inf, dtype=torch.float32)
+    marks = marks.masked_fill_(held < call.k_rope.total_lengths(offsets), math.nan)
+    row = torch.arange(total, dtype=torch.int32, device=offsets.device)
     # Rows before the first sequence are in place 0, those behind the last in place B + 1.
-    spoilt = torch.nn.functional.pad(cut, (1, 1))[torch.searchsorted(offsets, row, right=True)]
-    call.output.masked_fill_(spoilt.view(-1, 1, 1), math.nan)
-    if call.lse is not None:
-        call.lse.masked_fill_(spoilt.view(-1, 1), math.nan)
+    places = torch.searchsorted(offsets, row, right=True)
+    rows = pad(marks, (1, 1), value=-math.inf)[places]
+    if shared:
+        plan.cut_rows = rows
+    return rows
 
 
 def _trace(

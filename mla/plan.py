@@ -96,6 +96,8 @@ class PrefillPlan:
     seq_lens_cpu: torch.Tensor | None = None
     row_offsets_cpu: torch.Tensor | None = None
     groups: Groups | None = field(default=None, repr=False)  # kept by Groups.of
+    captured: bool = field(default=False, repr=False)  # made while a graph was captured
+    cut_rows: torch.Tensor | None = field(default=None, repr=False)  # kept by chunked_prefill, then
     _lengths_and_required: torch.Tensor | None = field(default=None, repr=False)
     _chunks: tuple[int | None, tuple[PlanChunk, ...]] | None = field(default=None, repr=False)  # of this total_rows
 
@@ -342,6 +344,7 @@ def make_plan(
         total_rows=total_rows,
         seq_lens_cpu=seq_lens,
         row_offsets_cpu=None if seq_lens is None or row_offsets_cpu is None else row_offsets_cpu.clone(),
+        captured=is_capturing(device),
         _lengths_and_required=tail,
     )
     tables = (plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths, plan.required_chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import mla
 from mla import ArgumentError, DeviceError, Mask, dispatch, masks
@@ -153,6 +155,19 @@ class TestRefusedWhileCapturing:
 
     def test_what_can_be_captured(self) -> None:
         self.run(max_chunks=9)
+
+    def test_layers_of_a_captured_step_share_what_the_plan_cuts(self) -> None:
+        step = self.step
+        plan = prefill_plan(step.offsets, step.cache, 0, 48, max_chunks=1, target="cpu")
+        with mock.patch("mla.chunked.pad", side_effect=pad) as searches:
+            self.run(plan=plan)
+            self.run(plan=plan)
+        assert searches.call_count == 1
+        before = dataclasses.replace(plan, captured=False, cut_rows=None)
+        with mock.patch("mla.chunked.pad", side_effect=pad) as searches:
+            self.run(plan=before)
+            self.run(plan=before)
+        assert searches.call_count == 2, "tables from outside may be written anew between two steps"
 
     @pytest.mark.parametrize(
         ("more", "words"),
