@@ -16,7 +16,7 @@ from mla._check import check_offsets
 from mla._prefill_call import Call
 from mla.gather import Weight, find_run, up_project
 from mla.kv_cache import PagedKVCache
-from mla.plan import PlanChunk
+from mla.plan import PlanChunk, PrefillPlan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, GatherArgs
 
 #: Every part of a workspace begins on such a border, in bytes.
@@ -129,10 +129,10 @@ class Buffer:
     `point` comes before `fill`, so that a call can be judged before anything is launched.
     """
 
-    def __init__(self, call: Call, weight: Weight, extents: Extents, parts: Parts) -> None:
+    def __init__(self, call: Call, plan: PrefillPlan, weight: Weight, extents: Extents, parts: Parts) -> None:
         assert isinstance(call.k_rope, PagedKVCache)
         self.queries = Queries(call.q)
-        self._cache, self._target, self._weight = call.k_rope, call.target, weight
+        self._cache, self._plan, self._target, self._weight = call.k_rope, plan, call.target, weight
         self._extents, self._parts = extents, parts
         self._gather_run = find_run(self._cache, parts["latent"], self._target)
         self._views: dict[int, Views] = {}
@@ -176,13 +176,12 @@ class Fp8Buffer(Buffer):
     sequence becomes zero before it is projected, and so do rows that only fill V^T up.
     """
 
-    def __init__(self, call: Call, weight: Weight, extents: Extents, parts: Parts) -> None:
-        super().__init__(call, weight, extents, parts)
-        self._q = call.q
+    def __init__(self, call: Call, plan: PrefillPlan, weight: Weight, extents: Extents, parts: Parts) -> None:
+        super().__init__(call, plan, weight, extents, parts)
+        self._q, self._row_offsets = call.q, call.valid_length
         split = None if extents.rope_in_fp8 else call.q[..., extents.nope :]
         self.queries = Queries(parts["q"], split, parts["q_scale"])
         call.rope_prescaled, call.v_scale = False, parts["v_scale"]
-        self._lengths = self._cache.total_lengths(call.valid_length)
         if extents.v_transposed:
             count = extents.heads * extents.nope
             self._key_weight, self._value_weight = parts["weight"][:count], parts["weight"][count:]
@@ -247,19 +246,22 @@ class Fp8Buffer(Buffer):
 
     def _clear_leftovers(self, chunk: PlanChunk, spare: int) -> None:
         """Zero the rows behind the last token of each sequence's last page; row `spare` is nobody's."""
-        others = self._cache.page_size - 1
-        if not others:
-            return
+        if self._cache.page_size > 1:
+            rows = self._plan.shared(("leftovers", chunk.number), lambda: self._leftovers(chunk, spare))
+            self._parts["latent"].index_fill_(0, rows, 0.0)
+
+    def _leftovers(self, chunk: PlanChunk, spare: int) -> torch.Tensor:
+        """Return those rows, int64; `spare` where a sequence has fewer than P - 1 of them."""
+        lengths = self._cache.total_lengths(self._row_offsets)
         begin, end = chunk.buffer_row_offsets[:-1], chunk.buffer_row_offsets[1:]
-        behind = (self._lengths - chunk.cache_offsets).clamp_(min=0).add_(begin).unsqueeze(1)
-        rows = behind + torch.arange(others, dtype=torch.int32, device=behind.device)
-        rows = torch.where(rows < end.unsqueeze(1), rows, spare)
-        self._parts["latent"].index_fill_(0, rows.flatten().to(torch.int64), 0.0)
+        behind = (lengths - chunk.cache_offsets).clamp_(min=0).add_(begin).unsqueeze(1)
+        rows = behind + torch.arange(self._cache.page_size - 1, dtype=torch.int32, device=behind.device)
+        return torch.where(rows < end.unsqueeze(1), rows, spare).flatten()
 
 
-def make_buffer(call: Call, weight: Weight, extents: Extents, parts: Parts) -> Buffer:
+def make_buffer(call: Call, plan: PrefillPlan, weight: Weight, extents: Extents, parts: Parts) -> Buffer:
     """Return the buffer of a job."""
-    return (Buffer if extents.fp8 is None else Fp8Buffer)(call, weight, extents, parts)
+    return (Buffer if extents.fp8 is None else Fp8Buffer)(call, plan, weight, extents, parts)
 
 
 def round_up(size: int, multiple: int) -> int:

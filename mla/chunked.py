@@ -375,7 +375,7 @@ def _attend_groups(
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = extents._replace(rows=rows, partial=groups.most_parted_rows)
     parts = extents.allocate(workspace, call.q.device)
-    buffer, kernels = make_buffer(call, weight, extents, parts), _Kernels(call.target)
+    buffer, kernels = make_buffer(call, plan, weight, extents, parts), _Kernels(call.target)
     in_buffer = -1
     for group, row_offsets in zip(groups.groups, groups.row_offsets.unbind(), strict=True):
         chunk, rows_of_q, whole = chunks[group.chunk], slice(group.first, group.last), group.starts and group.ends
@@ -420,7 +420,7 @@ def _attend_all(
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = extents._replace(rows=rows, partial=max(extents.total, 1) if several else 0)
     parts = extents.allocate(workspace, call.q.device)
-    buffer = make_buffer(call, weight, extents, parts)
+    buffer = make_buffer(call, plan, weight, extents, parts)
     buffer.queries.enter(call)
     if several:
         so_far, part = (Partial.of(parts, name, extents.total) for name in ("so_far", "part"))
@@ -458,32 +458,23 @@ def _spoil_cut_sequences(call: Call, plan: PrefillPlan, kernels: _Kernels) -> No
     left alone: no pass over the output is made.
     """
     output, lse = call.output, call.lse
-    marks = _cut_rows(call, plan).unsqueeze(1).expand(output.shape[:2])
+    marks = (
+        plan.shared(("cut rows", output.shape[0]), lambda: _cut_rows(call, plan)).unsqueeze(1).expand(output.shape[:2])
+    )
     so_far = torch.zeros((), dtype=torch.float32, device=output.device).expand(output.shape[:2]) if lse is None else lse
     kernels.merge(MergeArgs(output, output, so_far, output, marks, lse))
 
 
 def _cut_rows(call: Call, plan: PrefillPlan) -> torch.Tensor:
-    """Return NaN for rows of q whose sequences were cut, -inf for the others: f32 [T].
-
-    All layers of a captured step share what was worked out for the first: a plan that was made in the capture is
-    written anew by each replay and by nothing else.
-    """
+    """Return NaN for rows of q whose sequences were cut, -inf for the others: f32 [T]."""
     assert isinstance(call.k_rope, PagedKVCache)
-    offsets, total = call.valid_length, call.q.shape[0]
-    shared = plan.captured and is_capturing(offsets.device)
-    if shared and plan.cut_rows is not None and plan.cut_rows.shape[0] == total:
-        return plan.cut_rows
+    offsets = call.valid_length
     held = plan.cache_offsets[-1] + plan.buffer_row_offsets[-1].diff()
     marks = torch.full_like(held, -math.inf, dtype=torch.float32)
-    marks = marks.masked_fill_(held < call.k_rope.total_lengths(offsets), math.nan)
-    row = torch.arange(total, dtype=torch.int32, device=offsets.device)
+    marks.masked_fill_(held < call.k_rope.total_lengths(offsets), math.nan)
+    row = torch.arange(call.q.shape[0], dtype=torch.int32, device=offsets.device)
     # Rows before the first sequence are in place 0, those behind the last in place B + 1.
-    places = torch.searchsorted(offsets, row, right=True)
-    rows = pad(marks, (1, 1), value=-math.inf)[places]
-    if shared:
-        plan.cut_rows = rows
-    return rows
+    return pad(marks, (1, 1), value=-math.inf)[torch.searchsorted(offsets, row, right=True)]
 
 
 def _trace(

@@ -16,7 +16,7 @@ position ``r - buffer_row_offsets[c, s] + cache_offsets[c, s]``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,7 +97,7 @@ class PrefillPlan:
     row_offsets_cpu: torch.Tensor | None = None
     groups: Groups | None = field(default=None, repr=False)  # kept by Groups.of
     captured: bool = field(default=False, repr=False)  # made while a graph was captured
-    cut_rows: torch.Tensor | None = field(default=None, repr=False)  # kept by chunked_prefill, then
+    kept: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)  # see `shared`
     _lengths_and_required: torch.Tensor | None = field(default=None, repr=False)
     _chunks: tuple[int | None, tuple[PlanChunk, ...]] | None = field(default=None, repr=False)  # of this total_rows
 
@@ -107,6 +107,19 @@ class PrefillPlan:
             require_dtype(table, name, (torch.int32,))
             if not table.is_contiguous():
                 raise ShapeError(f"{name} must be contiguous, got strides {table.stride()}")
+
+    def shared(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what follows from the tables, worked out once for all layers where the tables stay what they are.
+
+        They do where the host knows the lengths, and in a graph in whose capture the plan was made: a replay writes
+        them anew, and this as well. Tables that the host knows nothing of may be written again before the next call.
+        """
+        if self.total_rows is None and not (self.captured and is_capturing(self.buffer_lengths.device)):
+            return make()
+        value = self.kept.get(key)
+        if value is None:
+            value = self.kept[key] = make()
+        return value
 
     @property
     def host_lengths(self) -> tuple[int, ...] | None:

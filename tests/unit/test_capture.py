@@ -163,7 +163,7 @@ class TestRefusedWhileCapturing:
             self.run(plan=plan)
             self.run(plan=plan)
         assert searches.call_count == 1
-        before = dataclasses.replace(plan, captured=False, cut_rows=None)
+        before = dataclasses.replace(plan, captured=False)
         with mock.patch("mla.chunked.pad", side_effect=pad) as searches:
             self.run(plan=before)
             self.run(plan=before)
