@@ -344,6 +344,11 @@ def environment(place: Place) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ragged(heads: int, shrink: int) -> Step:
+    """Return the batch that answers are compared on."""
+    return Step("ragged", tuple(c // shrink for c, _ in RAGGED), tuple(-(-n // shrink) for _, n in RAGGED), heads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the numbers go")
@@ -365,29 +370,32 @@ def main() -> None:
     report = Report(place, args.json, args.seconds)
     report.add("environment", "environment", lambda: environment(place))
     report.add("link", "link", lambda: time_link(place, args.runs))
-    for heads in (16, 128) if gpu else (2 * world,):
-        ragged = Step("ragged", tuple(c // shrink for c, _ in RAGGED), tuple(-(-n // shrink) for _, n in RAGGED), heads)
-        cases = [("causal", "interleaved", False), ("causal", "contiguous", True)]
-        if heads != 128:
-            cases += [("sliding", "interleaved", False), ("sink window", "contiguous", False)]
-        for name, shard, sinks in cases:
-            report.add(
-                "keys", f"keys, H {heads}, {name}, {shard}",
-                lambda name=name, shard=shard, sinks=sinks, ragged=ragged: check(
-                    Problem(ragged, shard, place), name, shard, sinks
-                ),
-            )  # fmt: skip
+    head_counts = (16, 128) if gpu else (2 * world,)
+
+    def add_check(heads: int, name: str, shard: str, sinks: bool) -> None:
+        step = ragged(heads, shrink)
+        report.add(
+            "keys", f"keys, H {heads}, {name}, {shard}", lambda: check(Problem(step, shard, place), name, shard, sinks)
+        )
+
+    for heads in head_counts:
+        add_check(heads, "causal", "interleaved", False)
+        step = ragged(heads, shrink)
         report.add(
             "heads", f"heads, H {heads}, causal",
-            lambda ragged=ragged: check_heads(Problem(ragged, "interleaved", place), "causal"),
+            lambda step=step: check_heads(Problem(step, "interleaved", place), "causal"),
         )  # fmt: skip
-    for heads in (16, 128) if gpu else (2 * world,):
+    for heads in head_counts:
         steps = [
             Step(s.name, tuple(c // shrink for c in s.cached), tuple(-(-n // shrink) for n in s.new), heads)
             for s in [*find_steps(None, BENCH_STEPS, heads), Step("128k", (122880,), (8192,), heads)]
         ]
         for step in steps:
             report.add("times", f"step {step.name}, H {heads}", lambda step=step: time_step(step, place, args.runs))
+    for heads in head_counts:
+        add_check(heads, "causal", "contiguous", True)
+    add_check(head_counts[0], "sliding", "interleaved", False)
+    add_check(head_counts[0], "sink window", "contiguous", False)
     show(report)
     faulthandler.dump_traceback_later(STAGE_SECONDS, exit=True)
     dist.destroy_process_group()
