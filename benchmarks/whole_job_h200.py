@@ -7,6 +7,7 @@ The job: from this step's queries and the latent cache in scattered pages of 64 
     chunked   `mla.prefill_plan`, then one call of `mla.chunked_prefill` with a buffer that holds the step: it gathers,
               projects up and attends
     16k       the same with a buffer of 16,384 rows: bounded memory, parts merged
+    fp8       as `chunked`, with q, k and v attended to in float8_e4m3fn; the rope stays bf16
     parts     the functions inside of `chunked_prefill` called one by one
     peer      cache rows by index, the up-projection by the same matmul, K 192 wide by concatenation, V a view, and
               FlashAttention-4's varlen kernel
@@ -68,7 +69,7 @@ class Inputs:
             self.offsets_cpu, self.batch.collection, 0, buffer_rows, seq_lens_cpu=self.step.lengths, target=TARGET
         )
 
-    def chunked(self, buffer_rows: int) -> Stages:
+    def chunked(self, buffer_rows: int, attention_dtype: torch.dtype | None = None) -> Stages:
         """Return the job as two calls."""
         plans: list[mla.PrefillPlan] = []
 
@@ -78,7 +79,7 @@ class Inputs:
         def rest() -> None:
             mla.chunked_prefill(
                 self.q, self.batch.collection, 0, self.weight, self.batch.input_row_offsets, MASK, SCALE, plan=plans[0],
-                output=self.output, workspace=self.workspace, target=TARGET,
+                output=self.output, workspace=self.workspace, attention_dtype=attention_dtype, target=TARGET,
             )  # fmt: skip
 
         return {"plan": plan, "rest": rest}
@@ -184,9 +185,10 @@ def check(inputs: Inputs, ways: dict[str, Stages]) -> dict[str, float]:
             inputs.output.fill_(math.nan)
             inputs.workspace.fill_(0xFF)  # NaN in every dtype
             run(stages)
-            shares[name] = output_error(inputs.output[rows, head], exact, "bf16")
+            precision = "fp8" if name == "fp8" else "bf16"
+            shares[name] = output_error(inputs.output[rows, head], exact, precision)
             if reference is not None:  # both are a bound away from the truth at most
-                shares[name] = max(shares[name], output_error(inputs.output[some], reference[some], "bf16") / 2)
+                shares[name] = max(shares[name], output_error(inputs.output[some], reference[some], precision) / 2)
             if bool(inputs.output.isnan().any()):
                 shares[name] = math.inf
     if not max(shares.values()) <= 1:
@@ -231,17 +233,21 @@ def measure(steps: list[Step], peer: bool, rounds: int) -> dict[str, Any]:
     inputs = [Inputs(step, weight, seed) for seed, step in enumerate(steps)]
     tokens = max(one.q.shape[0] for one in inputs)
     size = max(
-        mla.workspace_size("chunked_prefill", one.q, one.batch.collection, 0, weight, buffer_token_size=one.rows)
+        mla.workspace_size(
+            "chunked_prefill", one.q, one.batch.collection, 0, weight, buffer_token_size=one.rows, attention_dtype=dtype
+        )
         for one in inputs
+        for dtype in (None, torch.float8_e4m3fn)
     )
     workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     output = torch.empty(tokens, heads, V_DIM, dtype=torch.bfloat16, device=DEVICE)
-    ways: dict[str, list[Stages]] = {"chunked": [], "16k": [], "parts": []} | ({"peer": []} if peer else {})
+    ways: dict[str, list[Stages]] = {"chunked": [], "16k": [], "fp8": [], "parts": []} | ({"peer": []} if peer else {})
     shares = []
     for one in inputs:
         one.workspace, one.output = workspace, output[: one.q.shape[0]]
         ways["chunked"].append(one.chunked(one.rows))
         ways["16k"].append(one.chunked(BUFFER_ROWS))
+        ways["fp8"].append(one.chunked(one.rows, torch.float8_e4m3fn))
         ways["parts"].append(one.parts())
         if peer:
             ways["peer"].append(one.peer())
