@@ -75,6 +75,18 @@ def test_a_quantised_cache() -> None:
     assert 1e-4 < off < 5e-2, off
 
 
+def test_attention_in_fp8() -> None:
+    model, ids = tiny_model("v3", torch.bfloat16, "cpu", SEED, first_k_dense_replace=2), prompt(2, 37, "cpu")
+    use_latent_cache(model)
+    with torch.no_grad():
+        expected, actual = (
+            model(ids, past_key_values=_cache(model, attention_dtype=dtype)).logits
+            for dtype in (None, torch.float8_e4m3fn)
+        )
+    off = (actual - expected).norm() / expected.norm()
+    assert 1e-4 < off < 5e-2, off
+
+
 def test_latents_lie_in_the_pages() -> None:
     model, ids = tiny_model("v2", torch.float32, "cpu", SEED), prompt(2, 37, "cpu")
     use_latent_cache(model)

@@ -28,6 +28,7 @@ class _Batch:
     plan: PrefillPlan
     cached: int
     new: int
+    attention_dtype: torch.dtype | None
 
 
 class PagedLatents:
@@ -70,6 +71,8 @@ class LatentCache(Cache):
     device : torch.device
     buffer_token_size : int
         Rows that are projected up at a time; see `mla.chunked_prefill`.
+    attention_dtype : torch.dtype, optional
+        As `mla.chunked_prefill` takes it: float8_e4m3fn for attention in fp8, in a bfloat16 model.
 
     Raises
     ------
@@ -87,6 +90,7 @@ class LatentCache(Cache):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         buffer_token_size: int = 16384,
+        attention_dtype: torch.dtype | None = None,
     ) -> None:
         dims = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
         if dims != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
@@ -100,6 +104,7 @@ class LatentCache(Cache):
         layers = config.num_hidden_layers
         self.max_length = max_length
         self.buffer_token_size = buffer_token_size
+        self.attention_dtype = attention_dtype
         self.pages = PagedKVCacheCollection.allocate(batch_size * pages, page_size, layers, dtype=dtype, device=device)
         self._table = torch.arange(batch_size * pages, dtype=torch.int32, device=device).view(batch_size, pages)
         self._batch: _Batch | None = None
@@ -125,7 +130,7 @@ class LatentCache(Cache):
                 seq_lens_cpu=[cached + new] * size,
                 target=target_of(device),
             )
-            self._batch = batch = _Batch(collection, offsets, plan, cached, new)
+            self._batch = batch = _Batch(collection, offsets, plan, cached, new, self.attention_dtype)
         return batch
 
 
@@ -220,6 +225,7 @@ def attend_paged(
         step.mask,
         scaling,
         plan=batch.plan,
+        attention_dtype=batch.attention_dtype,
         target=target_of(query.device),
     )
     assert isinstance(output, torch.Tensor)
