@@ -90,8 +90,8 @@ def schedule_batch(values: dict[str, Any], args: PrefillArgs, num_slots: int, sc
 
 
 def slots_bytes(num_slots: int, batch_size: int) -> int:
-    """Return the size of the slots and of what their making keeps behind them."""
-    return 4 * (SLOT_FIELDS * num_slots + 2 * batch_size + 1)
+    """Return the size of the slots, of what their making keeps behind them, and of a counter."""
+    return 4 * (SLOT_FIELDS * num_slots + 2 * batch_size + 2)
 
 
 def query_tiles(tokens: int, batch_size: int, block_m: int) -> int:

@@ -67,9 +67,16 @@ LEAST_BLOCK_M = 16
 _FLOAT32 = (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 #: The warp-specialised kernel of sm_90: query rows and keys of a step, stages, registers of a consumer's and a
 #: producer's thread.
-HOPPER_BLOCK_M = 128
-HOPPER_BLOCK_N = 128
-HOPPER = {"STAGES_K": 2, "STAGES_V": 2, "CONSUMER_REGISTERS": 200, "PRODUCER_REGISTERS": 104}
+HOPPER = {
+    "BLOCK_M": 192,
+    "BLOCK_N": 128,
+    "STAGES_K": 2,
+    "STAGES_V": 1,
+    "CONSUMER_REGISTERS": 160,
+    "PRODUCER_REGISTERS": 32,
+}
+#: Query rows of one of its consumers.
+HOPPER_ROWS = 64
 #: Bytes of keys and values that one group of heads may keep in the L2 cache; H200: 60 MB in two halves.
 L2_BYTES = 16 << 20
 

@@ -12,7 +12,6 @@ from mla.backends.triton.arguments import BIASES, CAPTURES, query_tiles, schedul
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.configs import Tile
 from mla.backends.triton.entry import Entry
-from mla.backends.triton.runtime import TensorMap
 from mla.errors import ShapeError, UnsupportedError
 from mla.masks import CausalMask, NullMask
 from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
@@ -20,13 +19,13 @@ from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
 #: Sequences that the schedule orders at a time.
 SCHEDULE_BLOCK = 1024
 
-_INDEX = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "cache_offsets", "start_positions", "kv_lengths")
+INDEX = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "cache_offsets", "start_positions", "kv_lengths")
 
 
 def schedule_spec(problem: Problem, block_m: int) -> KernelSpec:
     """Describe the kernel that orders a batch."""
     numbers = ("flags", "rope_length", "batch_size", "num_slots", "steps")
-    types = dict.fromkeys(("slots", *_INDEX), "*i32") | dict.fromkeys(numbers, "i32")
+    types = dict.fromkeys(("slots", *INDEX), "*i32") | dict.fromkeys(numbers, "i32")
     constants = (("ROPE", problem.rope), ("BLOCK_M", block_m), ("BLOCK", SCHEDULE_BLOCK))
     return KernelSpec("prefill.schedule", tuple(types.items()), constants)
 
@@ -39,12 +38,12 @@ def _pointers(problem: Problem, keys: dict[str, str | None]) -> dict[str, str | 
     types["lse"] = "*fp32" if "lse" in problem.features else None
     types |= {"q": element, "q_rope": element if "split_q" in problem.features else None, **keys, "rope": element}
     types |= {"page_table": "*i32" if problem.rope == "paged" else None, "page_indptr": "*i32" if problem.csr else None}
-    types |= dict.fromkeys(_INDEX, "*i32")
+    types |= dict.fromkeys(INDEX, "*i32")
     types |= {"sinks": "*fp32" if "sinks" in problem.features else None, "slots": "*i32"}
     return types | {f"c{slot}": "*i32" if slot < len(problem.mask.captures) else None for slot in range(CAPTURES)}
 
 
-def _strides(types: dict[str, str | None], tensors: tuple[str, ...]) -> dict[str, str | None]:
+def strides(types: dict[str, str | None], tensors: tuple[str, ...]) -> dict[str, str | None]:
     strides: dict[str, str | None] = {}
     for tensor in tensors:
         strides |= {
@@ -55,7 +54,7 @@ def _strides(types: dict[str, str | None], tensors: tuple[str, ...]) -> dict[str
     return strides | {"stride_rope_page": "i64", "stride_rope_t": "i32", "stride_table": table}
 
 
-def _divisible(problem: Problem, types: dict[str, str | None]) -> tuple[tuple[str, int], ...]:
+def divisible(problem: Problem, types: dict[str, str | None]) -> tuple[tuple[str, int], ...]:
     """Return what `Problem.alignment` says about addresses, in bytes, and strides, in elements."""
     divisible = {name: problem.alignment for name in ("output", "q", "q_rope", "k", "v", "rope") if types.get(name)}
     for name in types:
@@ -74,7 +73,7 @@ def attention_spec(problem: Problem, arch: str, tile: Tile) -> KernelSpec:
     types = _pointers(problem, {"k": element, "v": element})
     types |= {f"bias{i}": "*" + ELEMENT_TYPES[biases[i]] if i < len(biases) else None for i in range(BIASES)}
     types |= dict.fromkeys(("batch_size", "num_heads", "flags", "rope_length"), "i32")
-    types |= _strides(types, ("output", "lse", "q", "q_rope", "k", "v"))
+    types |= strides(types, ("output", "lse", "q", "q_rope", "k", "v"))
     for i in range(BIASES):
         types |= {f"stride_bias{i}_{axis}": "i64" if i < len(biases) else None for axis in "bhq"}
         types |= {f"{extent}_bias{i}": "i32" if i < len(biases) else None for extent in ("rows", "cols")}
@@ -95,46 +94,9 @@ def attention_spec(problem: Problem, arch: str, tile: Tile) -> KernelSpec:
         "INTERPRETED": arch == "cpu",
     }
     return KernelSpec(
-        "prefill.prefill", tuple(types.items()), tuple(constants.items()), problem.mask, _divisible(problem, types),
+        "prefill.prefill", tuple(types.items()), tuple(constants.items()), problem.mask, divisible(problem, types),
         tile.num_warps, tile.num_stages,
     )  # fmt: skip
-
-
-def hopper_spec(problem: Problem) -> KernelSpec:
-    """Describe the warp-specialised attention kernel of sm_90. It takes every parameter; absent ones are null."""
-    element, n = ELEMENT_TYPES[problem.dtypes], configs.HOPPER_BLOCK_N
-    keys = {
-        "k_map": f"map<{element}[{n}, 1, {problem.qk_nope_head_dim}]>",
-        "v_map": f"map<{element}[{n}, 1, {problem.v_head_dim}]>",
-    }
-    types = _pointers(problem, {**keys, "v": "*" + element})
-    given = {name: kind is not None for name, kind in types.items()}
-    types |= {name: "*i32" for name in types if not given[name]}
-    types |= {"lse": "*fp32", "sinks": "*fp32", "q_rope": "*" + element}
-    types |= dict.fromkeys(("batch_size", "num_heads", "flags", "rope_length"), "i32")
-    types |= _strides(types, ("output", "lse", "q", "q_rope", "v")) | {"stride_table": "i64", "scale": "fp32"}
-    constants = {
-        "ROPE": problem.rope,
-        "CSR": problem.csr,
-        "SPLIT_Q": given["q_rope"],
-        "HAS_SINKS": given["sinks"],
-        "HAS_LSE": given["lse"],
-        "PAGE_SIZE": max(problem.page_size, 1),
-        "NOPE": problem.qk_nope_head_dim,
-        "ROPE_DIM": QK_ROPE_HEAD_DIM,
-        "V": problem.v_head_dim,
-        "BLOCK_N": n,
-        **configs.HOPPER,
-        "L2_BYTES": configs.L2_BYTES,
-    }
-    return KernelSpec(
-        "prefill_hopper.prefill",
-        tuple(types.items()),
-        tuple(constants.items()),
-        problem.mask,
-        _divisible(problem, types),
-        gluon=True,
-    )
 
 
 class Prefill(Entry):
@@ -183,10 +145,10 @@ class Prefill(Entry):
         block_m, rows = tile.block_m, max(tile.block_m, tile.block_n)
 
         def run(args: PrefillArgs) -> None:
-            if not _has_work(args):
+            if not has_work(args):
                 return
             values = values_of(problem, args)
-            _check_strides(values, rows)
+            check_strides(values, rows)
             num_slots = query_tiles(args.q.shape[0], values["batch_size"], block_m)
             schedule_batch(values, args, num_slots, schedule)
             attention.launch(values, num_slots * values["num_heads"])
@@ -206,65 +168,11 @@ class Prefill(Entry):
             yield Problem("prefill", "fp16", "fp32", rope=rope, mask=causal, features=everything)
 
 
-class PrefillHopper(Prefill):
-    """The same for sm_90, with warps of different roles."""
-
-    @staticmethod
-    def check(problem: Problem, arch: str) -> str | None:
-        """Return why a problem cannot be served, or None."""
-        try:
-            import triton.experimental.gluon  # noqa: F401
-        except ImportError as error:
-            return f"this Triton has no Gluon ({error})"
-        return None
-
-    @staticmethod
-    def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
-        """Describe the kernels."""
-        return schedule_spec(problem, configs.HOPPER_BLOCK_M), hopper_spec(problem)
-
-    @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
-        """Compile; return the callable that only launches."""
-        schedule, attention = (
-            runtime.load(spec, device) for spec in PrefillHopper.specs(problem, runtime.arch_of(device))
-        )
-
-        def run(args: PrefillArgs) -> None:
-            if not _has_work(args):
-                return
-            values = values_of(problem, args)
-            _check_strides(values, configs.HOPPER_BLOCK_N)
-            k, v = args.k, args.v
-            if k.shape[0] == 0:  # a tensor map has at least one row
-                k, v = k.new_empty(1, *k.shape[1:]), v.new_empty(1, *v.shape[1:])
-            values |= {"k_map": TensorMap(k), "v_map": TensorMap(v)}
-            # Hidden scores are minus infinity before they are scaled, and minus infinity times zero is no number.
-            values["scale"] = max(values["scale"], 1e-30)
-            num_slots = query_tiles(args.q.shape[0], values["batch_size"], configs.HOPPER_BLOCK_M)
-            schedule_batch(values, args, num_slots, schedule)
-            attention.launch(values, num_slots * values["num_heads"])
-
-        return run
-
-    @staticmethod
-    def problems(arch: str) -> Iterator[Problem]:
-        """Yield the usual problems, and one with everything that the kernel can do."""
-        if arch != "sm_90a":
-            return
-        features = frozenset({"lse", "batch_invariant"})
-        for dtypes in ("bf16", "fp16"):
-            for mask in (CausalMask().program, NullMask().program):
-                yield Problem("prefill", dtypes, dtypes, page_size=64, rope="paged", mask=mask, features=features)
-        everything = features | {"sinks", "split_q"}
-        yield Problem("prefill", "bf16", "fp32", rope="ragged", mask=CausalMask().program, features=everything)
-
-
-def _has_work(args: PrefillArgs) -> bool:
+def has_work(args: PrefillArgs) -> bool:
     return args.cu_seqlens_q.shape[0] > 1 and args.q.shape[0] > 0 and args.q.shape[1] > 0
 
 
-def _check_strides(values: dict[str, Any], rows: int) -> None:
+def check_strides(values: dict[str, Any], rows: int) -> None:
     """Refuse what the kernels' 32-bit offsets inside a tile cannot reach."""
     names = ("stride_output_t", "stride_q_t", "stride_k_t", "stride_v_t", "stride_rope_t")
     if max(map(values.__getitem__, names)) * rows >= 1 << 31:

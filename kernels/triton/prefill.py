@@ -100,7 +100,7 @@ def schedule(
 
     Sequences come by their keys, most first; a batch beyond BLOCK is ordered block by block, which keeps the long ones
     of each block together. Slots behind the last tile have no queries. One program; behind the slots it keeps the order
-    [B] and the tiles before each sequence of the order [B + 1].
+    [B], the tiles before each sequence of the order [B + 1], and a zero for a persistent kernel to count in.
     """
     order = slots + num_slots.to(tl.int64) * SLOT_FIELDS
     first_tile = order + batch_size
@@ -124,6 +124,7 @@ def schedule(
         tl.store(first_tile + begin + offs, total + tl.cumsum(tiles, 0) - tiles, mask=inside)
         total += tl.sum(tiles, 0)
     tl.store(first_tile + batch_size, total)
+    tl.store(first_tile + batch_size + 1, 0)
 
     tl.debug_barrier()
     for begin in range(0, num_slots, BLOCK):

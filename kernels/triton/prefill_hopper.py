@@ -1,24 +1,28 @@
-"""Prefill for sm_90 in Gluon, Triton's lower-level language: warps of different roles.
+"""Prefill for sm_90 in Gluon, Triton's lower-level language: warps of different roles, persistent over the items.
 
 Computes what ``prefill.py`` computes, for 16-bit inputs of 192 x 128 without biases and soft-cap. The functions of
 the mask (mask_visible, mask_tile_class) are put in front of this text (``backends/triton/compiler.py``).
 
-    CTA (one an SM): 128 query rows of one head, keys in tiles of BLOCK_N = 128
-    warps 0-3    consumer 0, rows 0-63       S = Q K^T by wgmma from shared memory, softmax and O in registers,
-    warps 4-7    consumer 1, rows 64-127     O += P V with P from registers
-    warps 8-11   producer                    K, V by TMA; rope and the last V tile by cp.async
+    CTA (one an SM): 192 query rows of one head, keys in tiles of BLOCK_N = 128
+    warps 0-11   three consumers of 64 rows  S = Q K^T by wgmma from shared memory, softmax and O in registers,
+                                             O += P V with P from registers
+    warps 12-15  producer                    Q, K, V and rope by TMA; by cp.async what TMA cannot: see below
 
-    shared memory        bytes                       filled by              full (arrivals)   empty (arrivals)
-    s_q, s_q_rope        2 x 64 x 192 x 2            its consumer
-    s_k, s_rope          2 stages x 128 x 192 x 2    TMA, cp.async          1 + 128           one a consumer
-    s_v                  2 stages x 128 x 128 x 2    TMA; cp.async          1 + 128           one a consumer
+    shared memory          bytes                       full (arrivals)     empty (arrivals)
+    s_q, s_q_rope, s_item  3 x 64 x 192 x 2, numbers   1 + bytes           one a consumer, after its last Q K^T
+    s_k, s_rope, s_tile    2 stages x 128 x 192 x 2    1 + 128 + bytes     one a consumer
+    s_v                    1 stage x 128 x 128 x 2     1 + 128 + bytes     one a consumer
 
-Rope rows come through the page table row by row, so any page size and any first position will do. Each arrival on an
-empty barrier is one thread's, behind a barrier of its warpgroup. Tiles past n_keys: scores are masked by select, values
-are copied row by row with zeros past n_keys. What cp.async has written meets wgmma behind a proxy fence.
+The producer alone knows the schedule, the mask's classes of tiles and the page table. It finds the next item and loads
+its first tiles while the consumers finish the one before; the item's numbers go with its queries, and beside each tile
+of keys stands a word: its number, which consumers want it and have to mask it, and whether it is the item's last. A
+CTA's first item is its own number, every further one comes from a counter in global memory: the list goes from long to
+short, so the CTAs end together.
 
-Programs are dealt by the hardware in the order of their ids, longest first; all that a program has to know of its
-place is read in one step from the schedule (``prefill.schedule``). Measured on an H200: docs/perf-log.md.
+Rope rows come in boxes of gcd(page size, BLOCK_N) rows, at least 8, where the first key lies at the beginning of one;
+else row by row. Rows of v past n_keys are zeros: the tile that holds them is copied row by row. Scores past n_keys are
+hidden by select. What cp.async has written meets wgmma behind a proxy fence. Each arrival is one thread's, behind a
+barrier of its warpgroup. Measured on an H200: docs/perf-log.md.
 """
 
 from triton.experimental import gluon
@@ -38,9 +42,16 @@ from .prefill import HIDDEN, LN2, LOG2E, SCAN, SLOT_FIELDS, VISIBLE, _class, _se
 # Both were renamed after Triton 3.6.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 row_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-CONSUMERS = gl.constexpr(2)
+CONSUMERS = gl.constexpr(3)
 ROWS = gl.constexpr(64)  # of a consumer
+PIECE = gl.constexpr(32)  # rows that the producer copies at a time where the copy engine cannot
 PRODUCER_THREADS = gl.constexpr(128)
+ITEM_FIELDS = gl.constexpr(8)
+# The word beside a tile of keys: the first two are a bit for each consumer; from TILE_SHIFT on the tile's number.
+MASKED = gl.constexpr(1)
+WANTED = gl.constexpr(8)
+LAST = gl.constexpr(64)
+TILE_SHIFT = gl.constexpr(7)
 
 
 @gluon.jit
@@ -59,169 +70,305 @@ def _skip_hidden(n, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, B
 def _copy_values(s_v, v, row, h, count, stride_v_t, stride_v_h):
     """Copy the first `count` rows of a tile of v and write zeros behind them: zero times NaN is NaN."""
     BLOCK_N: gl.constexpr = s_v.shape[0]
-    V: gl.constexpr = s_v.shape[2]
+    V: gl.constexpr = s_v.shape[1]
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, by_row))
+    offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))
     offs_v = gl.arange(0, V, layout=gl.SliceLayout(0, by_row))
-    source = v + row.to(gl.int64) * stride_v_t + h.to(gl.int64) * stride_v_h
-    source += offs_n[:, None] * stride_v_t + offs_v[None, :]
-    row_load(s_v.reshape([BLOCK_N, V]), source, mask=(offs_n < count)[:, None])
+    # Rows are added before they are multiplied: products that do not change are kept in registers all along.
+    base = v + h.to(gl.int64) * stride_v_h + offs_v[None, :]
+    for piece in gl.static_range(BLOCK_N // PIECE):
+        n = piece * PIECE + offs_n
+        source = base + (row + n).to(gl.int64)[:, None] * stride_v_t
+        row_load(s_v.slice(piece * PIECE, PIECE, 0), source, mask=(n < count)[:, None])
+
+
+@gluon.jit
+def _copy_rope(s_rope, rope, table, position, count, stride_rope_page, stride_rope_t, PAGE_SIZE: gl.constexpr):
+    """Copy the first `count` rope rows of a tile, its first key at `position`, one by one."""
+    BLOCK_N: gl.constexpr = s_rope.shape[0]
+    ROPE_DIM: gl.constexpr = s_rope.shape[1]
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))
+    offs_rope = gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, by_row))
+    for piece in gl.static_range(BLOCK_N // PIECE):
+        n = piece * PIECE + offs_n
+        inside = n < count
+        page = gl.load(table + (position + n) // PAGE_SIZE, mask=inside, other=0)
+        row = page.to(gl.int64) * stride_rope_page + ((position + n) % PAGE_SIZE) * stride_rope_t
+        row_load(s_rope.slice(piece * PIECE, PIECE, 0), rope + row[:, None] + offs_rope[None, :], mask=inside[:, None])
 
 
 @gluon.jit
 def _producer(
-    s_k, s_rope, s_v, k_full, k_empty, v_full, v_empty, k_map, v_map, v, at_rope, table,
-    b, h, q_lo, q_hi, offset, n_keys, n_tiles, k_row, stride_v_t, stride_v_h, stride_rope_page, stride_rope_t,
-    c0, c1, c2, c3,
-    PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    s_item, s_tile, s_q, s_q_rope, s_k, s_rope, s_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_map, q_rope_map, k_map, v_map, rope_map, v, rope, page_table, page_indptr, cu_seqlens_q, cu_seqlens_k, lengths,
+    cache_offsets, start_positions, kv_lengths, slots, counter, c0, c1, c2, c3, items, batch_size, num_heads, flags,
+    rope_length, stride_v_t, stride_v_h, stride_rope_page, stride_rope_t, stride_table,
+    PAGED: gl.constexpr, BATCHED: gl.constexpr, CSR: gl.constexpr, SPLIT_Q: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, L2_BYTES: gl.constexpr,
 ):  # fmt: skip
     NOPE: gl.constexpr = s_k.shape[3]
     V: gl.constexpr = s_v.shape[3]
     ROPE_DIM: gl.constexpr = s_rope.shape[2]
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, by_row))
-    offs_rope = gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, by_row))
-    step = n_tiles * 0
-    n = _skip_hidden(n_tiles * 0, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
-    while n < n_tiles:
-        j = n * BLOCK_N
-        slot = step % STAGES_K
-        mbarrier.wait(k_empty.index(slot), (step // STAGES_K & 1) ^ 1)
-        mbarrier.expect(k_full.index(slot), BLOCK_N * NOPE * 2)
-        tma_load(k_map, [k_row + j, h, 0], k_full.index(slot), s_k.index(slot))
-        inside = j + offs_n < n_keys
-        position = offset + j + offs_n
-        if PAGED:
-            page = gl.load(table + position // PAGE_SIZE, mask=inside, other=0)
-            row = page.to(gl.int64) * stride_rope_page + (position % PAGE_SIZE) * stride_rope_t
-        else:
-            row = position.to(gl.int64) * stride_rope_t
-        row_load(s_rope.index(slot), at_rope + row[:, None] + offs_rope[None, :], mask=inside[:, None])
-        async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    ROPE: gl.constexpr = "paged" if PAGED else ("batched" if BATCHED else "ragged")
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    s_boxes = s_rope._reinterpret(s_rope.dtype, [STAGES_K * BOXES, 1, BOX, ROPE_DIM], rope_map.layout)
+    step = items * 0
+    turn = items * 0
+    item = gl.program_id(0)
+    b = items * 0
+    first_slot = items * 0
+    q_row, new, k_row, n_keys, start, offset = _sequence(
+        b, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags, rope_length, ROPE,
+    )  # fmt: skip
+    while item < items:
+        # Which sequence, head and query tile.
+        if batch_size > 1:
+            at_slot = slots + (item // num_heads).to(gl.int64) * SLOT_FIELDS
+            b = gl.load(at_slot)
+            first_slot = gl.load(at_slot + 1)
+            q_row = gl.load(at_slot + 2)
+            new = gl.load(at_slot + 3)
+            k_row = gl.load(at_slot + 4)
+            n_keys = gl.load(at_slot + 5)
+            start = gl.load(at_slot + 6)
+            offset = gl.load(at_slot + 7)
+        place = item - first_slot * num_heads
+        tiles = (new + (BLOCK_M - 1)) // BLOCK_M
+        group_size = gl.minimum(gl.maximum(L2_BYTES // ((NOPE + V) * 2) // gl.maximum(n_keys, 1), 1), num_heads)
+        group = place // (tiles * group_size)
+        place -= group * tiles * group_size
+        width = gl.minimum(group_size, num_heads - group * group_size)
+        m_first = (tiles - 1 - place // width) * BLOCK_M
+        h = group * group_size + place % width
+        q_lo = start + m_first
+        q_hi = start + gl.minimum(m_first + BLOCK_M, new) - 1
+        n_tiles = (n_keys + (BLOCK_N - 1)) // BLOCK_N
+        table = page_table
+        if CSR:
+            table += gl.load(page_indptr + b)
+        elif PAGED:
+            table += b.to(gl.int64) * stride_table
+        in_boxes = (offset % BOX == 0) & (PAGE_SIZE % BOX == 0) if PAGED else offset == offset
 
-        slot = step % STAGES_V
-        mbarrier.wait(v_empty.index(slot), (step // STAGES_V & 1) ^ 1)
-        if j + BLOCK_N <= n_keys:
-            mbarrier.expect(v_full.index(slot), BLOCK_N * V * 2)
-            tma_load(v_map, [k_row + j, h, 0], v_full.index(slot), s_v.index(slot))
-        else:
-            _copy_values(s_v.index(slot), v, k_row + j, h, n_keys - j, stride_v_t, stride_v_h)
-            mbarrier.arrive(v_full.index(slot))
-        async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
-        step += 1
-        n = _skip_hidden(n + 1, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
+        n = _skip_hidden(items * 0, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
+        following = item + gl.num_programs(0)
+        waiting = n * 0 + 1
+        while (n < n_tiles) | (waiting > 0):
+            j = n * BLOCK_N
+            after = n
+            if n < n_tiles:
+                after = _skip_hidden(n + 1, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
+                word = n << TILE_SHIFT
+                for part in gl.static_range(CONSUMERS):
+                    lo = q_lo + part * ROWS
+                    hi = gl.minimum(lo + ROWS - 1, q_hi)
+                    own = _class(n, b, h, lo, hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N)
+                    word |= gl.where(own == VISIBLE, 0, MASKED << part)
+                    word |= gl.where((own != HIDDEN) & (lo <= q_hi), WANTED << part, 0)
+                word |= gl.where(after < n_tiles, 0, LAST)
+                slot = step % STAGES_K
+                mbarrier.wait(k_empty.index(slot), (step // STAGES_K & 1) ^ 1)
+                s_tile.index(slot).store(gl.full([1], 0, gl.int32, layout=one) + word)
+                debug_barrier()
+                mbarrier.expect(k_full.index(slot), BLOCK_N * (NOPE + ROPE_DIM) * 2, pred=in_boxes)
+                mbarrier.expect(k_full.index(slot), BLOCK_N * NOPE * 2, pred=not in_boxes)
+                tma_load(k_map, [k_row + j, h, 0], k_full.index(slot), s_k.index(slot))
+                if in_boxes:
+                    for i in gl.static_range(BOXES):
+                        if PAGED:
+                            # Past the last key its box again: entries behind may hold anything.
+                            at = offset + gl.minimum(j + i * BOX, (n_keys - 1) // BOX * BOX)
+                            page = gl.load(table + at // PAGE_SIZE)
+                            row = at % PAGE_SIZE
+                        else:
+                            page = b if BATCHED else b * 0
+                            row = (offset if BATCHED else k_row) + j
+                        tma_load(rope_map, [page, row, 0], k_full.index(slot), s_boxes.index(slot * BOXES + i))
+                elif PAGED:
+                    _copy_rope(
+                        s_rope.index(slot), rope, table, offset + j, n_keys - j, stride_rope_page, stride_rope_t,
+                        PAGE_SIZE,
+                    )  # fmt: skip
+                async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
+            if waiting > 0:
+                # The item's numbers and its queries. An item without visible keys says that it has none.
+                mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
+                field = gl.arange(0, ITEM_FIELDS, layout=one)
+                numbers = gl.where(field == 0, b, gl.where(field == 1, h, gl.where(field == 2, q_row + m_first, q_lo)))
+                numbers = gl.where(field == 4, new - m_first, gl.where(field == 5, offset, numbers))
+                s_item.store(gl.where(field == 6, gl.where(n < n_tiles, n_keys, 0), numbers))
+                debug_barrier()
+                mbarrier.expect(q_full.index(0), BLOCK_M * (NOPE + ROPE_DIM) * 2)
+                for part in gl.static_range(CONSUMERS):
+                    row = q_row + m_first + part * ROWS
+                    tma_load(q_map, [row, h, 0], q_full.index(0), s_q.index(part))
+                    tma_load(q_rope_map, [row, h, 0 if SPLIT_Q else NOPE], q_full.index(0), s_q_rope.index(part))
+            if n < n_tiles:
+                slot = step % STAGES_V
+                mbarrier.wait(v_empty.index(slot), (step // STAGES_V & 1) ^ 1)
+                if j + BLOCK_N <= n_keys:
+                    mbarrier.expect(v_full.index(slot), BLOCK_N * V * 2)
+                    tma_load(v_map, [k_row + j, h, 0], v_full.index(slot), s_v.index(slot))
+                else:
+                    _copy_values(
+                        s_v.index(slot).reshape([BLOCK_N, V]), v, k_row + j, h, n_keys - j, stride_v_t, stride_v_h
+                    )
+                    mbarrier.arrive(v_full.index(slot))
+                async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
+                step += 1
+            if waiting > 0:
+                waiting -= 1
+                if gl.num_programs(0) < items:
+                    following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            n = after
+        turn += 1
+        item = following
+    mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
+    s_item.store(gl.full([ITEM_FIELDS], 0, gl.int32, layout=one))
+    debug_barrier()
+    mbarrier.arrive(q_full.index(0))
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def _field(numbers, field, index: gl.constexpr):
+    return gl.sum(gl.where(field == index, numbers, 0), 0)
+
+
+@gluon.jit
+def _receive_item(s_item, q_full, turn):
+    """Return the numbers of the next item as `_send_item` wrote them."""
+    # Every thread holds all the numbers, so that picking one costs no shuffle.
+    everywhere: gl.constexpr = gl.BlockedLayout([ITEM_FIELDS], [32], [4], [0])
+    field = gl.arange(0, ITEM_FIELDS, layout=everywhere)
+    mbarrier.wait(q_full.index(0), turn & 1)
+    numbers = s_item.load(everywhere)
+    return (
+        _field(numbers, field, 0), _field(numbers, field, 1), _field(numbers, field, 2), _field(numbers, field, 3),
+        _field(numbers, field, 4), _field(numbers, field, 5), _field(numbers, field, 6),
+    )  # fmt: skip
 
 
 @gluon.jit
 def _consumer(
     WARPGROUP: gl.constexpr,
-    s_q, s_q_rope, s_k, s_rope, s_v, k_full, k_empty, v_full, v_empty, output, lse, q, q_rope, sinks,
-    b, h, q_lo, q_hi, offset, n_keys, n_tiles, t_first, m_first, new, factor,
-    stride_output_t, stride_output_h, stride_lse_t, stride_lse_h, stride_q_t, stride_q_h, stride_q_rope_t,
-    stride_q_rope_h, c0, c1, c2, c3,
-    SPLIT_Q: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr,
+    s_item, s_tile, s_q, s_q_rope, s_k, s_rope, s_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    output, lse, sinks, c0, c1, c2, c3, scale,
+    stride_output_t, stride_output_h, stride_lse_t, stride_lse_h,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
-    NOPE: gl.constexpr = s_q.shape[2]
-    ROPE_DIM: gl.constexpr = s_q_rope.shape[2]
+    NOPE: gl.constexpr = s_q.shape[3]
+    ROPE_DIM: gl.constexpr = s_q_rope.shape[3]
     V: gl.constexpr = s_v.shape[3]
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    first = WARPGROUP * ROWS
-
-    # This warpgroup's queries.
-    offs_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_row))
-    offs_nope = gl.arange(0, NOPE, layout=gl.SliceLayout(0, by_row))
-    offs_rope = gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, by_row))
-    inside_m = (m_first + first + offs_m < new)[:, None]
-    head = h.to(gl.int64)
-    row = (first + offs_m)[:, None]
-    at_q = q + t_first * stride_q_t + head * stride_q_h
-    if SPLIT_Q:
-        at_rope = q_rope + t_first * stride_q_rope_t + head * stride_q_rope_h + row * stride_q_rope_t
-    else:
-        at_rope = at_q + NOPE + row * stride_q_t
-    s_q.index(WARPGROUP).store(gl.load(at_q + row * stride_q_t + offs_nope[None, :], mask=inside_m, other=0.0))
-    s_q_rope.index(WARPGROUP).store(gl.load(at_rope + offs_rope[None, :], mask=inside_m, other=0.0))
-    fence_async_shared()
-    debug_barrier()
-
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
-    l_i = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, scores))
-    acc = gl.full([ROWS, V], 0.0, gl.float32, layout=values)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
     cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-    lo = q_lo + first
-    hi = gl.minimum(lo + ROWS - 1, q_hi)
-    step = n_tiles * 0
-    n = _skip_hidden(n_tiles * 0, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
-    while n < n_tiles:
-        slot = step % STAGES_K
-        mbarrier.wait(k_full.index(slot), step // STAGES_K & 1)
-        fence_async_shared()
-        zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=scores)
-        keys = s_k.index(slot).reshape([BLOCK_N, NOPE]).permute((1, 0))
-        s = warpgroup_mma(s_q.index(WARPGROUP), keys, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(s_q_rope.index(WARPGROUP), s_rope.index(slot).permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
+    # A lane's columns lie together: 16 bytes a store of 16-bit elements.
+    wide: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [ROWS, V],
+    )  # fmt: skip
+    out_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    out_d = gl.arange(0, V, layout=gl.SliceLayout(0, wide))
+    first = WARPGROUP * ROWS
+    factor = scale * LOG2E
+    q_tile = s_q.index(WARPGROUP).reshape([ROWS, NOPE])
+    q_rope_tile = s_q_rope.index(WARPGROUP).reshape([ROWS, ROPE_DIM])
+    turn = gl.program_id(0) * 0
+    step = turn
+    b, h, t_first, q_lo, count, offset, n_keys = _receive_item(s_item, q_full, turn)
+    while count > 0:
+        lo = q_lo + first
         debug_barrier()
-        mbarrier.arrive(k_empty.index(slot))
+        mbarrier.arrive(q_empty.index(0), pred=n_keys == 0)
+        m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
+        l_i = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, scores))
+        acc = gl.full([ROWS, V], 0.0, gl.float32, layout=values)
+        more = n_keys > 0
+        while more:
+            slot = step % STAGES_K
+            mbarrier.wait(k_full.index(slot), step // STAGES_K & 1)
+            fence_async_shared()
+            word = gl.sum(s_tile.index(slot).load(one), 0)
+            wanted = (word & (WANTED << WARPGROUP)) != 0
+            slot_v = step % STAGES_V if STAGES_V > 1 else word >> 30
+            if wanted:
+                zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=scores)
+                keys = s_k.index(slot).reshape([BLOCK_N, NOPE]).permute((1, 0))
+                s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
+                s = warpgroup_mma(q_rope_tile, s_rope.index(slot).permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=[s])
+                debug_barrier()
+                mbarrier.arrive(k_empty.index(slot))
+                mbarrier.arrive(q_empty.index(0), pred=(word & LAST) != 0)
 
-        if _class(n, b, h, lo, hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N) != VISIBLE:
-            col = n * BLOCK_N + cols
-            seen = mask_visible(b, h, (lo + rows)[:, None], (offset + col)[None, :], c0, c1, c2, c3)
-            s = gl.where(seen & (col < n_keys)[None, :], s, float("-inf"))
-        m_new = gl.maximum(m_i, gl.max(s, 1) * factor)
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)
-        p = gl.exp2(s * factor - base[:, None])
-        correction = gl.exp2(m_i - base)
-        l_i = l_i * correction + gl.sum(p, 1)
-        m_i = m_new
-        acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, values))[:, None]
-        weights = gl.convert_layout(p.to(s_v.dtype), gl.DotOperandLayout(0, values, 2))
+                if (word & (MASKED << WARPGROUP)) != 0:
+                    col = (word >> TILE_SHIFT) * BLOCK_N + cols
+                    seen = mask_visible(b, h, (lo + rows)[:, None], (offset + col)[None, :], c0, c1, c2, c3)
+                    s = gl.where(seen & (col < n_keys)[None, :], s, float("-inf"))
+                m_new = gl.maximum(m_i, gl.max(s, 1) * factor)
+                base = gl.where(m_new == float("-inf"), 0.0, m_new)
+                p = gl.exp2(s * factor - base[:, None])
+                correction = gl.exp2(m_i - base)
+                l_i = l_i * correction + gl.sum(p, 1)
+                m_i = m_new
+                acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, values))[:, None]
+                weights = gl.convert_layout(p.to(s_v.dtype), gl.DotOperandLayout(0, values, 2))
 
-        slot = step % STAGES_V
-        mbarrier.wait(v_full.index(slot), step // STAGES_V & 1)
-        fence_async_shared()
-        acc = warpgroup_mma(weights, s_v.index(slot).reshape([BLOCK_N, V]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        debug_barrier()
-        mbarrier.arrive(v_empty.index(slot))
-        step += 1
-        n = _skip_hidden(n + 1, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
+                mbarrier.wait(v_full.index(slot_v), step // STAGES_V & 1)
+                fence_async_shared()
+                acc = warpgroup_mma(weights, s_v.index(slot_v).reshape([BLOCK_N, V]), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                debug_barrier()
+                mbarrier.arrive(v_empty.index(slot_v))
+            else:
+                debug_barrier()
+                mbarrier.arrive(k_empty.index(slot))
+                mbarrier.arrive(q_empty.index(0), pred=(word & LAST) != 0)
+                mbarrier.wait(v_full.index(slot_v), step // STAGES_V & 1)
+                debug_barrier()
+                mbarrier.arrive(v_empty.index(slot_v))
+            more = (word & LAST) == 0
+            step += 1
 
-    if HAS_SINKS:
-        sink = gl.load(sinks + h) * LOG2E
-        m_new = gl.maximum(m_i, sink)
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)
-        correction = gl.exp2(m_i - base)
-        l_i = l_i * correction + gl.exp2(sink - base)
-        acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, values))[:, None]
-        m_i = m_new
-    empty = l_i == 0.0
-    inverse = gl.where(empty, 0.0, 1.0 / l_i)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, values))[:, None]
-    out_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, values))
-    out_d = gl.arange(0, V, layout=gl.SliceLayout(0, values))
-    at_output = output + t_first * stride_output_t + head * stride_output_h
-    target = at_output + (first + out_m)[:, None] * stride_output_t + out_d[None, :]
-    gl.store(target, acc.to(output.dtype.element_ty), mask=(m_first + first + out_m < new)[:, None])
-    if HAS_LSE:
-        natural = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
-        at_lse = lse + t_first * stride_lse_t + head * stride_lse_h
-        gl.store(at_lse + (first + rows) * stride_lse_t, natural, mask=m_first + first + rows < new)
+        if HAS_SINKS:
+            sink = gl.load(sinks + h) * LOG2E
+            m_new = gl.maximum(m_i, sink)
+            base = gl.where(m_new == float("-inf"), 0.0, m_new)
+            correction = gl.exp2(m_i - base)
+            l_i = l_i * correction + gl.exp2(sink - base)
+            acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, values))[:, None]
+            m_i = m_new
+        empty = l_i == 0.0
+        inverse = gl.where(empty, 0.0, 1.0 / l_i)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, values))[:, None]
+        at_output = output + h.to(gl.int64) * stride_output_h
+        target = at_output + (t_first + first + out_m).to(gl.int64)[:, None] * stride_output_t + out_d[None, :]
+        out = gl.convert_layout(acc.to(output.dtype.element_ty), wide)
+        gl.store(target, out, mask=(first + out_m < count)[:, None])
+        if HAS_LSE:
+            natural = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
+            at_lse = lse + h.to(gl.int64) * stride_lse_h
+            gl.store(at_lse + (t_first + first + rows).to(gl.int64) * stride_lse_t, natural, mask=first + rows < count)
+        turn += 1
+        b, h, t_first, q_lo, count, offset, n_keys = _receive_item(s_item, q_full, turn)
 
 
 @gluon.jit
 def prefill(
     output,
     lse,
-    q,
-    q_rope,
+    q_map,
+    q_rope_map,
     k_map,
     v_map,
+    rope_map,
     v,
     rope,
     page_table,
@@ -240,16 +387,13 @@ def prefill(
     c3,
     batch_size,
     num_heads,
+    num_slots,
     flags,
     rope_length,
     stride_output_t,
     stride_output_h,
     stride_lse_t,
     stride_lse_h,
-    stride_q_t,
-    stride_q_h,
-    stride_q_rope_t,
-    stride_q_rope_h,
     stride_v_t,
     stride_v_h,
     stride_rope_page,
@@ -262,9 +406,11 @@ def prefill(
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
     NOPE: gl.constexpr,
     ROPE_DIM: gl.constexpr,
     V: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr,
@@ -272,90 +418,70 @@ def prefill(
     PRODUCER_REGISTERS: gl.constexpr,
     L2_BYTES: gl.constexpr,
 ):
-    # Which sequence, head and query tile.
-    item = gl.program_id(0)
+    gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     if batch_size > 1:
-        at_slot = slots + (item // num_heads).to(gl.int64) * SLOT_FIELDS
-        b = gl.load(at_slot)
-        first_slot = gl.load(at_slot + 1)
-        q_row = gl.load(at_slot + 2)
-        new = gl.load(at_slot + 3)
-        k_row = gl.load(at_slot + 4)
-        n_keys = gl.load(at_slot + 5)
-        start = gl.load(at_slot + 6)
-        offset = gl.load(at_slot + 7)
+        counter = slots + num_slots.to(gl.int64) * SLOT_FIELDS + 2 * batch_size + 1
+        tiles = gl.load(counter - 1)
     else:
-        b = item * 0
-        first_slot = item * 0
-        q_row, new, k_row, n_keys, start, offset = _sequence(
-            b, cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths, flags,
-            rope_length, ROPE,
-        )  # fmt: skip
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    tiles = (new + (BLOCK_M - 1)) // BLOCK_M
-    item -= first_slot * num_heads
-    if item < tiles * num_heads:
-        group_size = gl.minimum(gl.maximum(L2_BYTES // ((NOPE + V) * 2) // gl.maximum(n_keys, 1), 1), num_heads)
-        group = item // (tiles * group_size)
-        item -= group * tiles * group_size
-        width = gl.minimum(group_size, num_heads - group * group_size)
-        m_first = (tiles - 1 - item // width) * BLOCK_M
-        h = group * group_size + item % width
-        q_lo = start + m_first
-        q_hi = start + gl.minimum(m_first + BLOCK_M, new) - 1
-        n_tiles = (n_keys + (BLOCK_N - 1)) // BLOCK_N
-        t_first = (q_row + m_first).to(gl.int64)
-        factor = scale * LOG2E
-        PAGED: gl.constexpr = ROPE == "paged"
-        if PAGED:
-            table = page_table + (gl.load(page_indptr + b).to(gl.int64) if CSR else b.to(gl.int64) * stride_table)
-            at_rope = rope
-        else:
-            table = page_table
-            if ROPE == "batched":
-                at_rope = rope + b.to(gl.int64) * stride_rope_page
-            else:
-                at_rope = rope + (k_row - offset).to(gl.int64) * stride_rope_t
+        counter = slots
+        tiles = (gl.load(cu_seqlens_q + 1) - gl.load(cu_seqlens_q) + (BLOCK_M - 1)) // BLOCK_M
+    items = tiles * num_heads
 
-        dtype: gl.constexpr = v.dtype.element_ty
-        rows_of_128_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        barrier: gl.constexpr = mbarrier.MBarrierLayout()
-        s_q = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, NOPE], rows_of_128_bytes)
-        s_q_rope = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, ROPE_DIM], rows_of_128_bytes)
-        s_k = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, 1, NOPE], k_map.layout)
-        s_rope = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, ROPE_DIM], rows_of_128_bytes)
-        s_v = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, 1, V], v_map.layout)
-        k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
-        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
-        v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
-        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
-        for i in gl.static_range(STAGES_K):
-            mbarrier.init(k_full.index(i), count=PRODUCER_THREADS + 1)
-            mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        for i in gl.static_range(STAGES_V):
-            mbarrier.init(v_full.index(i), count=PRODUCER_THREADS + 1)
-            mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    dtype: gl.constexpr = v.dtype.element_ty
+    rows_of_128_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s_q = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, 1, NOPE], q_map.layout)
+    s_q_rope = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, 1, ROPE_DIM], q_rope_map.layout)
+    s_k = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, 1, NOPE], k_map.layout)
+    s_rope = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, ROPE_DIM], rows_of_128_bytes)
+    s_v = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, 1, V], v_map.layout)
+    s_item = gl.allocate_shared_memory(gl.int32, [ITEM_FIELDS], plain)
+    s_tile = gl.allocate_shared_memory(gl.int32, [STAGES_K, 1], plain)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=CONSUMERS)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=PRODUCER_THREADS + 1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=PRODUCER_THREADS + 1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
 
-        ZERO: gl.constexpr = 0
-        ONE: gl.constexpr = 1
-        gl.warp_specialize([
-            (_consumer, (
-                ZERO, s_q, s_q_rope, s_k, s_rope, s_v, k_full, k_empty, v_full, v_empty, output, lse, q, q_rope, sinks,
-                b, h, q_lo, q_hi, offset, n_keys, n_tiles, t_first, m_first, new, factor,
-                stride_output_t, stride_output_h, stride_lse_t, stride_lse_h, stride_q_t, stride_q_h,
-                stride_q_rope_t, stride_q_rope_h, c0, c1, c2, c3,
-                SPLIT_Q, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_consumer, (
-                ONE, s_q, s_q_rope, s_k, s_rope, s_v, k_full, k_empty, v_full, v_empty, output, lse, q, q_rope, sinks,
-                b, h, q_lo, q_hi, offset, n_keys, n_tiles, t_first, m_first, new, factor,
-                stride_output_t, stride_output_h, stride_lse_t, stride_lse_h, stride_q_t, stride_q_h,
-                stride_q_rope_t, stride_q_rope_h, c0, c1, c2, c3,
-                SPLIT_Q, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_producer, (
-                s_k, s_rope, s_v, k_full, k_empty, v_full, v_empty, k_map, v_map, v, at_rope, table,
-                b, h, q_lo, q_hi, offset, n_keys, n_tiles, k_row, stride_v_t, stride_v_h,
-                stride_rope_page, stride_rope_t, c0, c1, c2, c3, PAGED, PAGE_SIZE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-        ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    PAGED: gl.constexpr = ROPE == "paged"
+    BATCHED: gl.constexpr = ROPE == "batched"
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    TWO: gl.constexpr = 2
+    gl.warp_specialize([
+        (_consumer, (
+            ZERO, s_item, s_tile, s_q, s_q_rope, s_k, s_rope, s_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            output, lse, sinks, c0, c1, c2, c3, scale,
+            stride_output_t, stride_output_h, stride_lse_t, stride_lse_h,
+            HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
+        )),
+        (_consumer, (
+            ONE, s_item, s_tile, s_q, s_q_rope, s_k, s_rope, s_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            output, lse, sinks, c0, c1, c2, c3, scale,
+            stride_output_t, stride_output_h, stride_lse_t, stride_lse_h,
+            HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
+        )),
+        (_consumer, (
+            TWO, s_item, s_tile, s_q, s_q_rope, s_k, s_rope, s_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            output, lse, sinks, c0, c1, c2, c3, scale,
+            stride_output_t, stride_output_h, stride_lse_t, stride_lse_h,
+            HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
+        )),
+        (_producer, (
+            s_item, s_tile, s_q, s_q_rope, s_k, s_rope, s_v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            q_map, q_rope_map, k_map, v_map, rope_map, v, rope, page_table, page_indptr, cu_seqlens_q, cu_seqlens_k,
+            lengths, cache_offsets, start_positions, kv_lengths, slots, counter, c0, c1, c2, c3, items, batch_size,
+            num_heads, flags, rope_length, stride_v_t, stride_v_h, stride_rope_page, stride_rope_t, stride_table,
+            PAGED, BATCHED, CSR, SPLIT_Q, PAGE_SIZE, BOX, BLOCK_N, STAGES_K, STAGES_V, L2_BYTES,
+        )),
+    ], [4, 4, 4], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

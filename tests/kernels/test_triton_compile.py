@@ -2,7 +2,7 @@
 
 No spills: nothing of a thread's registers in memory (scalar registers that AMD's compiler keeps in vector lanes do not
 count). On NVIDIA, prefill in float32 or with softcap, and on sm_90 prefill of what its own kernel does not serve,
-may keep a few words there.
+may keep a few words there; so may the kernel of sm_90 itself, of what belongs to an item and not to a tile.
 Shared memory (LDS) within what a block may have, and prefill within the bound that chooses its tile.
 """
 
@@ -30,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 ARCHS = ("sm_80", "sm_90a", "gfx90a", "gfx942", "gfx950")
 #: Bytes of stack that those may have.
 STACK_BYTES = 96
+HOPPER_STACK_BYTES = 160
 CASES = [
     pytest.param(arch, entry, index, problem, id=f"{arch}-{entry.__name__}-{index}")
     for arch in ARCHS
@@ -77,7 +78,8 @@ def test_compiles_without_spills(arch: str, entry: Any, index: int, problem: Pro
         kernel = compiler.build(spec, arch)
         heavy = problem.dtypes == "fp32" or "softcap" in problem.features or arch == "sm_90a"
         lenient = spec.name == "prefill.prefill" and arch.startswith("sm_") and heavy
-        assert stack_bytes(kernel) <= (STACK_BYTES if lenient else 0), spec
+        allowed = HOPPER_STACK_BYTES if spec.gluon else STACK_BYTES if lenient else 0
+        assert stack_bytes(kernel) <= allowed, spec
         assert kernel.metadata.shared <= configs.shared_bytes(arch)
         assert not copies_before_exec(kernel.asm.get("amdgcn", ""))
 
