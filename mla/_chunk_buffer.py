@@ -160,9 +160,11 @@ class Buffer:
         return views
 
     def _make_views(self, rows: int) -> Views:
-        projected = self._parts["projected"][:rows]
-        k, v = projected.unflatten(1, (self._extents.heads, -1)).split((self._extents.nope, self._extents.v_dim), 2)
-        return Views(self._parts["latent"][:rows], projected, k, v)
+        latent, projected = self._parts["latent"], self._parts["projected"]
+        if rows < latent.shape[0]:
+            latent, projected = latent[:rows], projected[:rows]
+        nope, heads = self._extents.nope, projected.view(rows, self._extents.heads, -1)
+        return Views(latent, projected, heads[..., :nope], heads[..., nope:])
 
     def _gather(self, chunk: PlanChunk, latent: torch.Tensor, length: int | torch.Tensor) -> None:
         check_offsets(chunk.buffer_row_offsets, "buffer_row_offsets", latent.shape[0], "the buffer")

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import mla
-from mla import DTypeError, masks, reference
+from mla import DTypeError, UnsupportedError, masks, reference
 from mla._check import alignment
 from mla._prefill_call import Call, Form, canonical
 from mla.kv_cache import PagedKVCacheCollection
 from mla.problem import PrefillArgs
 from tests.support.paged import PagedData, make_paged, offsets_of
+from tests.support.problems import fp8_dtype
 from tests.support.replay_step import Step, Tape
 from tests.support.tolerance import assert_lse, assert_output
 
@@ -78,6 +79,32 @@ def test_every_buffer_size_stays_within_the_bound_of_fp8(size: int, known: bool,
     exact, _ = run(data, q, weight, size, sinks=sinks, attention_dtype=None)
     error = (out.double() - exact.double()).norm() / exact.double().norm()
     assert 1e-2 < error < 5e-2, "above what bf16 leaves, and within what fp8 may"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("cuda", marks=pytest.mark.cuda),
+        pytest.param("rocm", marks=pytest.mark.rocm),
+        pytest.param("triton", marks=pytest.mark.triton),
+    ],
+)
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("weight_is", ["tensor", "callable"])
+def test_every_target_agrees_with_the_reference(target: str, cache: str, weight_is: str) -> None:
+    data, q, weight = job(device="cuda", dtype=torch.bfloat16 if cache == "bf16" else fp8_dtype(torch.device("cuda")))
+    q, weight = q.cuda(), weight.cuda()
+    projection = weight if weight_is == "tensor" else lambda latent: latent @ weight.T
+    same, _, _ = job(dtype=data.cache.layer(0).rope.dtype)
+    format_here = {"attention_dtype": fp8_dtype(torch.device("cuda"))}
+    for size in (50, 1000):
+        try:
+            out, lse = run(data, q, projection, size, target=target, **format_here)
+        except UnsupportedError as error:
+            pytest.skip(str(error).splitlines()[0])
+        expected, expected_lse = run(same, q.cpu(), weight.cpu(), size, **format_here)
+        assert_output(out, expected, "fp8")
+        assert_lse(lse, expected_lse, "fp8", factor=2)
 
 
 @pytest.mark.parametrize("weight_is", ["tensor", "callable"])
