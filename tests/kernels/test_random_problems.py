@@ -63,13 +63,12 @@ def draw(kind: Case, choose: random.Random) -> Case:
             return min(longest, max(0, choose.choice(borders) * choose.randrange(1, 5) + choose.randrange(-1, 2)))
         return int(math.exp(choose.uniform(0.0, math.log(longest))))
 
-    rows_left = 24_000 // heads  # of keys: what the host fills with random numbers
+    rows_left = 16_000 // heads  # of keys: what the host fills with random numbers
     lengths = []
     for _ in range(choose.choice((1, 1, 2, 3, 5, 8, 40))):
-        context = choose.randrange(12_000) if longest > 250 else 0  # long enough for keys in several parts
-        cached, new = choose.choice(
-            ((0, length()), (length(), length()), (length(), length() // 8), (context, length() // 8))
-        )
+        cached, new = choose.choice(((0, length()), (length(), length()), (length(), length() // 8)))
+        if longest > 250 and choose.random() < 0.05:  # long enough for keys in several parts
+            cached, new = choose.randrange(12_000), length() // 8
         if cached + new <= rows_left:
             lengths.append((cached, new))
             rows_left -= cached + new
