@@ -38,6 +38,9 @@ class PrefillParams(Structure):
             ("page_table", PageTable),
             ("rope_rows", PagedRows),
             ("rope_scales", PagedRows),
+            ("values", c_void_p),
+            ("values_stride_h", c_longlong),
+            ("values_stride_d", c_longlong),
             ("mask", mask_code.MaskArgs),
             ("q_scale", c_void_p),
             ("k_scales", c_void_p),
@@ -59,6 +62,7 @@ class PrefillParams(Structure):
             ("logit_scale", c_float),
             ("softcap_scale", c_float),
             ("softcap_logit", c_float),
+            ("rows", c_int),
             ("batch", c_int),
             ("heads", c_int),
             ("processors", c_int),
@@ -98,6 +102,8 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
         block.page_table = params.page_table(args.cache)
         block.rope_rows = params.paged_rows(args.cache.rope)
     block.rope_scales = _rope_scales(args)
+    block.values = args.v.data_ptr()
+    block.rows, block.values_stride_h, block.values_stride_d = args.k.shape[0], args.v.stride(1), args.v.stride(2)
     block.mask = mask_code.c_args(args.mask, q.device)
     for name, scale in (("q_scale", args.q_scale), ("k_scales", args.k_scales), ("v_scale", args.v_scale)):
         if scale is not None:

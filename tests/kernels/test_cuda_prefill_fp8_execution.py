@@ -33,6 +33,7 @@ CASES = [
     dataclasses.replace(FP8, rope="batched", rope_width=576, granularity=64, mask="sliding"),
     dataclasses.replace(FP8, rope="ragged", sinks=True, heads=1),
     dataclasses.replace(FP8, dtypes="fp8+bf16_rope", chunk=(100, 200), page_size=16, out_dtype="fp32", heads=1),
+    dataclasses.replace(FP8, rope="ragged", overrides=False, lengths=((0, 201), (130, 7), (0, 14)), v_transposed=True),
     dataclasses.replace(FP8, softcap=5.0, mask="causal_bias", heads=1, scale=-0.1),
 ]
 

@@ -116,6 +116,9 @@ template <typename T, typename U> T atomicAdd(T* at, U more) {
   *at = before + T(more);
   return before;
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return unsigned(((unsigned long long)(high) << 32 | low) >> (shift & 31));
+}
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   const unsigned long long bytes = (unsigned long long)(high) << 32 | low;
   unsigned picked = 0;

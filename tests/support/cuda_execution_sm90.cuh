@@ -58,6 +58,7 @@ inline void deliver() {
   loads.erase(loads.begin() + which);
   const Map& map = load.map;
   uint32_t to = load.to, moved = 0;
+  if (load.at[0] * int(map.element) % 16 != 0) host::fault = true;  // an illegal instruction
   for (uint32_t z = 0; z < map.box[2]; z += map.steps[2])
     for (uint32_t y = 0; y < map.box[1]; y += map.steps[1])
       for (uint32_t x = 0; x < map.box[0]; x++, to += map.element, moved += map.element) {

@@ -79,6 +79,9 @@ struct Consumer {
     }
     multiply_rope<W>(s);
     wgmma_commit_group();
+    float factor[2] = {p.logit_scale, p.logit_scale};  // of this thread's rows in the exponent
+    if constexpr (!kRopePlain)
+      read_row_scales(factor, kBody == Body::kUniform ? p.logit_scale * head->factor : p.logit_scale);
     const uint32_t tag = __reduce_or_sync(~0u, head->tag);  // the same in all lanes, and now ptxas knows
     wgmma_wait_group<0>();
     const uint32_t next = class_in(tag, group);
@@ -87,9 +90,6 @@ struct Consumer {
 
     const int first = tile_in(tag) * kBlockN;
     const uint32_t values = shared.scales(k.stage(), kScaleValue);
-    float factor[2] = {p.logit_scale, p.logit_scale};  // of this thread's rows in the exponent
-    if constexpr (!kRopePlain)
-      read_row_scales(factor, kBody == Body::kUniform ? p.logit_scale * head->factor : p.logit_scale);
     uint32_t words[W / 8];
     if constexpr (kBody == Body::kUniform) {
       softmax_visible<!kOnes, false, W>(s, words, factor, sums, o, 0);
@@ -125,9 +125,9 @@ struct Consumer {
     release(shared.v_empty(v.stage()));
     v.advance();
     if constexpr (kOnes) sums.l[0] += t[MLA_V_DIM / 2], sums.l[1] += t[MLA_V_DIM / 2 + 2];  // column 128: lanes t = 0
-    const float v_factor = MLA_V_SCALES ? head->v_factor : 1.0f;
+    const float v_factor = kValueScales ? head->v_factor : 1.0f;
 #pragma unroll
-    for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] = MLA_V_SCALES ? __fmaf_rn(t[i], v_factor, o[i]) : o[i] + t[i];
+    for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] = kValueScales ? __fmaf_rn(t[i], v_factor, o[i]) : o[i] + t[i];
     k.advance();
     return next;
   }
@@ -196,6 +196,11 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group)
 #pragma unroll 1
     while (type != kEnd) type = consumer.work(type, o, sums);
     if (item->parts > 1 && item->rows > 0 && !combine_parts(p, *item, group, o, sums, 1.0f)) continue;
+    if constexpr (MLA_V_SCALES == kValuesByHead) {
+      const float v_scale = p.v_scale[item->head * p.v_scale_stride];
+#pragma unroll
+      for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] *= v_scale;
+    }
     finish_item(p, *item, consumer.row(), o, sums, 1.0f);
   }
 }

@@ -1,5 +1,5 @@
-// The other warps of the producer's warpgroup. Key warps bring the scales of each K tile, and its rope rows where TMA
-// boxes cannot; transposing warps turn rows of V into V^T.
+// The other warps of the producer's warpgroup. Key warps bring the scales of each K tile, and its rope rows and its V^T
+// where TMA boxes cannot; transposing warps turn rows of V into V^T.
 #pragma once
 #include "prefill_fp8_layout.cuh"
 
@@ -67,9 +67,8 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
     largest = fmaxf(largest, fabsf(value[i]));
   }
   alike = __all_sync(~0u, alike);
-  float v_factor = 1.0f;
-  if constexpr (kValueScales) v_factor = warp_max(largest);
-  if constexpr (MLA_V_SCALES == kValuesByTile) v_factor = p.v_scale[job.head * p.v_scale_stride];
+  // V's scales are brought to the largest of the tile, so that P keeps its range.
+  const float v_factor = kValueScales ? warp_max(largest) : 1.0f;
   const float to_ratio = v_factor == 0.0f ? 0.0f : 1.0f / v_factor;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
@@ -90,6 +89,26 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
   }
 }
 
+// Columns of V^T from any key on, 16 keys a lane: words around them are shifted into place.
+MLA_DEVICE void copy_values(const PrefillParams& p, const KeyJob& job, uint32_t to) {
+  constexpr int kChunks = kBlockN / 16;
+  const int lane = threadIdx.x & 31, chunk = lane % kChunks;
+  const int key = job.k_row + 16 * chunk, shift = key % 4 * 8;
+  const uint8_t* columns = p.values + job.head * p.values_stride_h + (key - key % 4);
+#pragma unroll 1
+  for (int column = lane / kChunks; column < MLA_V_DIM; column += 32 / kChunks) {
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(columns + column * p.values_stride_d);
+    uint32_t words[5];
+#pragma unroll
+    for (int i = 0; i < 5; i++) words[i] = key - key % 4 + 4 * i < p.rows ? __ldg(from + i) : 0;
+    Bytes<16> keys;
+#pragma unroll
+    for (int i = 0; i < 4; i++) keys.words[i] = __funnelshift_r(words[i], words[i + 1], shift);
+    st_shared(to + column * kBlockN + ((chunk ^ (column & 7)) << 4), keys);
+  }
+  fence_proxy_async_shared();
+}
+
 MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int warp) {
 #pragma unroll 1
   for (Ring<kStagesK> k{uint32_t(warp)};; k.count += kKeyWarps) {
@@ -100,7 +119,15 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
       if (job.source == kRopeByCopy) copy_rope(p, job, shared.k(k.stage()) + kKNopeBytes);
     bring_scales(p, shared, job, k);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.k_full(k.stage()));
+    const bool lead = (threadIdx.x & 31) == 0;
+    if (lead) mbarrier_arrive(shared.k_full(k.stage()));
+    if (values_by_copy(job.k_row)) {
+      const Ring<kStagesV> v{k.count + kStagesV};
+      mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
+      copy_values(p, job, shared.v(v.stage()));
+      __syncwarp();
+      if (lead) mbarrier_arrive(shared.v_full(v.stage()));
+    }
   }
 }
 

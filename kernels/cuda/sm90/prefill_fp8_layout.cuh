@@ -55,7 +55,7 @@ static_assert(kRopeBox > 0 || kRopeCopy, "rope has to come from somewhere");
 constexpr bool kRopeFp8 = is_same<Rope, e4m3>;
 constexpr bool kRopePlain = !kRopeFp8 && !MLA_ROPE_PRESCALED;
 constexpr bool kTwoScales = kRopeFp8 || kRopePlain;  // nope and rope may differ
-enum ValueScale { kValuesPlain = 0, kValuesByTile = 1, kValuesByKey = 2 };  // none; one a head or in all; one a key
+enum ValueScale { kValuesPlain = 0, kValuesByHead = 1, kValuesByKey = 2 };  // none; one a head or in all; one a key
 constexpr bool kValueScales = MLA_V_SCALES == kValuesByKey;
 
 // What comes with a K tile: the producer's tag and, of a key warp, the factors. There are twice as many as K stages, so
@@ -63,7 +63,7 @@ constexpr bool kValueScales = MLA_V_SCALES == kValuesByKey;
 struct alignas(16) TileHead {
   uint32_t tag;
   float factor;  // of all scores of the tile; 0: each key has its own
-  float v_factor;  // of the tile's P V
+  float v_factor;  // of the tile's P V, where each key's V has a scale
 };
 enum ScaleArray { kScaleNope, kScaleAll, kScaleValue, kScaleArrays = kScaleValue + kValueScales };
 
@@ -83,6 +83,8 @@ struct PrefillParams {
   PageTable page_table;
   PagedRows rope_rows;  // [pages or sequences or 1, rows, dr]
   PagedRows rope_scales;  // the same rows, at the scale of the last 64 columns
+  const uint8_t* values;  // V^T [heads, columns, rows]
+  int64_t values_stride_h, values_stride_d;
   MaskArgs mask;
   const float* q_scale;
   const float* k_scales;
@@ -101,6 +103,7 @@ struct PrefillParams {
   float logit_scale;  // softmax_scale * log2(e)
   float softcap_scale;  // 2 / softcap
   float softcap_logit;  // softcap * log2(e)
+  int rows;  // of k and v
   int batch;
   int heads;
   int processors;  // of the device
@@ -108,11 +111,14 @@ struct PrefillParams {
 
 // ---- work of the helper warps ---------------------------------------------------------------------------------------
 
-// Of the producer's warpgroup, beside the producer: warps that bring scales, and rope rows where these are copied, each
-// of every kKeyWarps-th K tile; and warps that transpose V.
+// Of the producer's warpgroup, beside the producer: warps that bring scales, and what TMA cannot, each for every
+// kKeyWarps-th K tile; and warps that transpose V.
 constexpr bool kTransposeV = MLA_V_ROWS;
 constexpr int kTransposers = kTransposeV ? 2 : 0, kKeyWarps = 3 - kTransposers;
 static_assert(kStagesK >= kKeyWarps, "the end is told to every one of them");
+
+// TMA reads from multiples of 16 bytes; the keys of V^T of a sequence may begin elsewhere.
+MLA_DEVICE bool values_by_copy(int k_row) { return !kTransposeV && k_row % 16 != 0; }
 
 enum KeySource : int { kRopeByTma = 0, kRopeByCopy = 1, kNoMoreKeys = 2 };
 struct alignas(16) KeyJob {
@@ -195,9 +201,9 @@ struct Shared {
   MLA_DEVICE uint32_t k_empty(int stage) const { return barrier(2 * kRowGroups + kStagesK + stage); }
   // producer -> key warp
   MLA_DEVICE uint32_t job_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }
-  // producer and TMA, or the transposing warps -> consumers
+  // producer and TMA, a key warp, or the transposing warps -> consumers
   MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + stage); }
-  // consumers' warps -> producer or transposing warps
+  // consumers' warps -> who brings V
   MLA_DEVICE uint32_t v_empty(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + kStagesV + stage); }
   // producer and TMA -> transposing warps
   MLA_DEVICE uint32_t raw_full(int stage) const {

@@ -142,7 +142,7 @@ struct Producer {
         mbarrier_arrive_expect_tx(full, kVTileBytes);
         load_rows(shared.raw(v.stage()), p.v, row, full);
       }
-    } else {
+    } else if (!values_by_copy(row)) {
       mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
       if (lead()) {
         const uint32_t full = shared.v_full(v.stage());
