@@ -163,7 +163,8 @@ class Buffer:
         latent, projected = self._parts["latent"], self._parts["projected"]
         if rows < latent.shape[0]:
             latent, projected = latent[:rows], projected[:rows]
-        nope, heads = self._extents.nope, projected.view(rows, self._extents.heads, -1)
+        nope, v_dim = self._extents.nope, self._extents.v_dim
+        heads = projected.view(rows, self._extents.heads, nope + v_dim)
         return Views(latent, projected, heads[..., :nope], heads[..., nope:])
 
     def _gather(self, chunk: PlanChunk, latent: torch.Tensor, length: int | torch.Tensor) -> None:

@@ -228,6 +228,11 @@ class _Job:
         return mask
 
 
+def own_heads_first(count: int) -> int:
+    """Return how many own heads are attended while the first queries travel; the others, while the last result does."""
+    return count // 2
+
+
 def _go_round(
     job: _Job,
     result: _Result,
@@ -244,7 +249,7 @@ def _go_round(
         job.attend(q, weight, 0, result, sinks)
         return
     own, from_others = job.result_in(job.room()), None
-    half = count // 2
+    first = own_heads_first(count)
 
     def attend_own(heads: slice) -> None:
         if heads.start < heads.stop:
@@ -255,7 +260,7 @@ def _go_round(
 
     arriving = exchange((q, weight), -1, group)
     returning = None
-    attend_own(slice(0, half))
+    attend_own(slice(0, first))
     for step in range(1, world):
         their_q, their_weight = arriving.wait()
         if step + 1 < world:
@@ -265,7 +270,7 @@ def _go_round(
         if returning is not None:
             from_others = job.joined(from_others, returning)
         returning = exchange((room,), step, group)
-    attend_own(slice(half, count))
+    attend_own(slice(first, count))
     assert returning is not None
     from_others = job.joined(from_others, returning)
     result.become(own, from_others, job.target)

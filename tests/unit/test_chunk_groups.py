@@ -121,6 +121,26 @@ def test_what_is_no_mask_is_refused_even_where_nothing_is_asked() -> None:
         mla.chunked_prefill(q, data.cache, 0, weight, data.input_row_offsets, "causal", SCALE, target="cpu")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("attention_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("offsets_on_host", [True, False])
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 32, 0]], ids=str)
+def test_rows_of_sequences_without_keys_are_nothing(
+    lengths: list[int], offsets_on_host: bool, attention_dtype: torch.dtype | None
+) -> None:
+    """As on a rank that holds other keys of the sequence; also where it is the last and the chunks before are full."""
+    data, q, weight = job([(0, 3), (0, 33), (0, 5)], dtype=torch.bfloat16)
+    cache = data.cache.with_batch(None, data.page_table, seq_lens=torch.tensor(lengths))
+    sinks = torch.randn(HEADS)
+    out, lse = mla.chunked_prefill(
+        q, cache, 0, weight, data.input_row_offsets, masks.NullMask(), SCALE, buffer_token_size=16,
+        return_lse=True, sinks=sinks, target="cpu", attention_dtype=attention_dtype,
+        **({} if offsets_on_host else {"max_chunks": 3}),
+    )  # fmt: skip
+    empty = torch.tensor([length == 0 for length in lengths]).repeat_interleave(torch.tensor([3, 33, 5]))
+    assert (out[empty] == 0).all() and torch.equal(lse[empty], sinks.expand(int(empty.sum()), HEADS))
+    assert (out[~empty] != 0).any(-1).all()
+
+
 def test_chunks_without_queries_cost_nothing() -> None:
     data, q, weight = job([(200, 0), (10, 3)])
     with mock.patch("mla._chunk_buffer.up_project", wraps=mla.gather.up_project) as projections:
