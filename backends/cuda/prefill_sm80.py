@@ -101,7 +101,7 @@ TILES = {
     ),
     (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
 }
-#: The addresses of a bias and the widening of fp8 need registers that the largest tile does not leave.
+#: The addresses of a bias and values that are transposed need registers that the largest tile does not leave.
 _MOST_ACCUMULATORS_WITH_COMPANY = 160
 
 
@@ -112,7 +112,7 @@ def shared_limit(arch: str) -> int:
 
 def tile_of(problem: Problem, arch: str) -> Tile | None:
     """Choose the first tile that fits the registers and the shared memory of an architecture."""
-    alone = "bias" not in problem.features and not problem.dtypes.startswith("fp8")
+    alone = not problem.features & {"bias", "v_transposed"}
     for tile in TILES[problem.dims]:
         spacious = alone or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_COMPANY
         if spacious and tile.fits(problem, shared_limit(arch)):

@@ -8,73 +8,76 @@
 #pragma once
 #include "prefill_load.cuh"
 
+// Eight lanes copy a row in each pass. What all of them need of a row, its page and its scale, is held by one: the n-th
+// lane has that of the n-th pass's row.
 struct RopeCopy {
-  int page[kTilePasses];
+  uint32_t page;
+  float scale;
   Chunk<e4m3> elements[kTilePasses];
-  float scale[kTilePasses];  // of the elements
 
-  // Row of a key in the cache or the rope tensor; pages past the last key are never looked at.
-  MLA_DEVICE static int token(const Item& item, int key) {
+  // Row of a key in the cache or the rope tensor. Past the last key it is the last one's again, which is there.
+  MLA_DEVICE static uint32_t token(const Item& item, int key) {
     return (MLA_ROPE_KIND == kRopeRagged ? item.k_row : item.k_position) + (key < item.n_keys ? key : item.n_keys - 1);
   }
-  MLA_DEVICE Place place(const Item& item, int key, int pass) const {
-    Place place = {0, token(item, key)};
-    if constexpr (MLA_ROPE_KIND == kRopePaged) place = {page[pass], place.slot % kPageSize};
-    if constexpr (MLA_ROPE_KIND == kRopeBatched) place.page = item.sequence;
-    return place;
+  MLA_DEVICE static Place place(const Item& item, int key, uint32_t page) {
+    const uint32_t row = token(item, key);
+    if constexpr (MLA_ROPE_KIND == kRopePaged) return {int(page), int(row % kPageSize)};
+    return {MLA_ROPE_KIND == kRopeBatched ? item.sequence : 0, int(row)};
+  }
+  static_assert(kLanesPerRow % kTilePasses == 0, "a lane of a row for each pass");
+  MLA_DEVICE static int held_key(int tile) {
+    return tile * kBlockN + CopyPart().row + thread_id() % kTilePasses * kRowsPerPass;
+  }
+  template <typename T> MLA_DEVICE static T of_pass(T held, int pass) {
+    return __shfl_sync(~0u, held, (threadIdx.x & 24) + pass);
   }
 
   MLA_DEVICE void find(const PrefillParams& p, const Item& item, int tile) {
-    if (MLA_ROPE_KIND == kRopePaged && tile >= 0) {
-      const int first = tile * kBlockN + CopyPart().row;
-      const int* pages = page_row(p.page_table, item.sequence);
-#pragma unroll
-      for (int pass = 0; pass < kTilePasses; pass++)
-        page[pass] = __ldg(&pages[token(item, first + pass * kRowsPerPass) / kPageSize]);
-    }
+    if (MLA_ROPE_KIND == kRopePaged && tile >= 0)
+      page = __ldg(&page_row(p.page_table, item.sequence)[token(item, held_key(tile)) / kPageSize]);
   }
 
   MLA_DEVICE void start(const PrefillParams& p, const Item& item, int tile, uint32_t stage) const {
-    if constexpr (kFp8Rope) return;
-    const CopyPart part;
-    const int first = tile * kBlockN + part.row;
-    const uint32_t to = stage + kNopeBytes + part.offset<kQkRowBytes>();
+    if constexpr (!kFp8Rope) {
+      const CopyPart part;
+      const int first = tile * kBlockN + part.row;
+      const uint32_t to = stage + kNopeBytes + part.offset<kQkRowBytes>();
 #pragma unroll
-    for (int pass = 0; pass < kTilePasses; pass++) {
-      const int key = first + pass * kRowsPerPass;
-      copy_chunk<Element>(to + pass * kRowsPerPass * kQkRowBytes,
-                          token_row(p.rope, place(item, key, pass)) + part.column, key < item.n_keys);
+      for (int pass = 0; pass < kTilePasses; pass++) {
+        const int key = first + pass * kRowsPerPass;
+        const uint8_t* from = token_row(p.rope, place(item, key, of_pass(page, pass))) + part.column;
+        copy_chunk<Element>(to + pass * kRowsPerPass * kQkRowBytes, from, key < item.n_keys);
+      }
     }
   }
 
   // Without a tile zeros: what was loaded before need not be kept.
   MLA_DEVICE void load(const PrefillParams& p, const Item& item, int tile) {
-    if constexpr (!kFp8Rope) return;
-    const CopyPart part;
-    const int first = tile * kBlockN + part.row;
+    if constexpr (kFp8Rope) {
+      const CopyPart part;
+      const int first = tile * kBlockN + part.row;
+      scale = 0.0f;
 #pragma unroll
-    for (int pass = 0; pass < kTilePasses; pass++) {
-      const int key = first + pass * kRowsPerPass;
-      elements[pass] = {};
-      scale[pass] = 0.0f;
-      if (tile >= 0 && key < item.n_keys) {
-        const Place at = place(item, key, pass);
-        const uint8_t* row = token_row(p.rope, at) + part.column / int(sizeof(Element));
-        elements[pass] = load_chunk_nc(reinterpret_cast<const e4m3*>(row));
-        scale[pass] = __ldg(reinterpret_cast<const float*>(token_row(p.scales.rope, at)));
+      for (int pass = 0; pass < kTilePasses; pass++) elements[pass] = {};
+      if (tile < 0) return;
+#pragma unroll
+      for (int pass = 0; pass < kTilePasses; pass++) {
+        const uint8_t* row = token_row(p.rope, place(item, first + pass * kRowsPerPass, of_pass(page, pass)));
+        elements[pass] = load_chunk_nc(reinterpret_cast<const e4m3*>(row + part.column / int(sizeof(Element))));
       }
+      const Place at = place(item, held_key(tile), page);
+      scale = __ldg(reinterpret_cast<const float*>(token_row(p.scales.rope, at)));
     }
   }
 
   MLA_DEVICE void store(uint32_t stage) const {
-    if constexpr (!kFp8Rope) return;
-    const CopyPart part;
-    const uint32_t to = stage + kNopeBytes + part.offset<kQkRowBytes>();
+    if constexpr (kFp8Rope) {
+      const CopyPart part;
+      const uint32_t to = stage + kNopeBytes + part.offset<kQkRowBytes>();
 #pragma unroll
-    for (int pass = 0; pass < kTilePasses; pass++) {
-      store_widened(to + pass * kRowsPerPass * kQkRowBytes, elements[pass], kFp8Data ? scale[pass] : 1.0f);
-      if (!kFp8Data && part.column == 0)
-        st_shared(stage + kKeyScalesAt + 4 * (part.row + pass * kRowsPerPass), scale[pass]);
+      for (int pass = 0; pass < kTilePasses; pass++)
+        store_widened(to + pass * kRowsPerPass * kQkRowBytes, elements[pass], kFp8Data ? of_pass(scale, pass) : 1.0f);
+      if (!kFp8Data && part.column / 16 < kTilePasses) st_shared(stage + kKeyScalesAt + 4 * held_key(0), scale);
     }
   }
 };

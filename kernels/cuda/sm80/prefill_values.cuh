@@ -29,24 +29,23 @@ struct ValueCopy {
   MLA_DEVICE void load(const PrefillParams& p, const Item& item, int tile) {
     if constexpr (kTransposed) {
       const int first = tile * kBlockN, count = tile >= 0 ? item.n_keys - first : 0;
-      const uint8_t* row = reinterpret_cast<const uint8_t*>(p.v) + item.head * p.v_stride_h + item.k_row + first;
+      const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.v) + item.head * p.v_stride_h + item.k_row + first;
+      const bool whole = MLA_ALIGNMENT >= 4 && item.k_row % 4 == 0 && count >= kBlockN;
 #pragma unroll
-      for (int block = 0; block < kBlocks; block++) {
-        const uint8_t* from = row + column(block) * p.v_stride_t + key(block);
-        const bool whole = MLA_ALIGNMENT >= 4 && item.k_row % 4 == 0 && key(block) + 4 <= count;
+      for (int block = 0; block < kBlocks; block++)
 #pragma unroll
-        for (int i = 0; i < 4; i++, from += p.v_stride_t) {
-          uint32_t& keys = columns[block][i];
-          keys = 0;
+        for (int i = 0; i < 4; i++) {
+          const uint8_t* from = keys + (column(block) + i) * p.v_stride_t + key(block);
+          uint32_t& four = columns[block][i];
           if (whole) {
-            keys = __ldg(reinterpret_cast<const uint32_t*>(from));
+            four = __ldg(reinterpret_cast<const uint32_t*>(from));
           } else {
+            four = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++)
-              if (key(block) + j < count) keys |= uint32_t(__ldg(&from[j])) << 8 * j;
+              if (key(block) + j < count) four |= uint32_t(__ldg(&from[j])) << 8 * j;
           }
         }
-      }
     }
   }
 
