@@ -58,11 +58,24 @@ def one_of_each(arch: str) -> list[tuple[str, KernelSpec]]:
             replace(plain, dtypes="bf16+fp8_rope", granularity=128),
             replace(plain, rope="ragged", page_size=0),
         ]
+        if arch != "gfx90a":
+            scaled = frozenset({"q_scale", "k_scales", "v_scale"})
+            narrow = replace(plain, dtypes="fp8", granularity=128, features=scaled, mask=masks.NullMask().program)
+            mixed = replace(narrow, dtypes="fp8+bf16_rope", granularity=0, features=scaled | {"split_q"})
+            problems += [
+                narrow,
+                replace(narrow, features=scaled | {"lse", "sinks", "softcap"}, mask=sink_window, page_size=1),
+                replace(
+                    narrow, features=scaled | {"v_transposed", "lse"}, rope="batched", page_size=0, out_dtype="fp32"
+                ),
+                replace(mixed, features=mixed.features | {"rope_prescaled"}, mask=causal),
+                replace(mixed, features=mixed.features | {"v_transposed", "softcap"}, rope="ragged", page_size=0),
+            ]
     entries = {
         "plan": ops.Plan, "gather": ops.Gather, "store": ops.Store, "merge": ops.Merge, "prefill": ops.Prefill,
         "quantize": ops.Quantize,
     }  # fmt: skip
-    specs = [entries[problem.op].specs(problem, arch)[0] for problem in problems]
+    specs = [spec for problem in problems for spec in entries[problem.op].specs(problem, arch)]
     return [(spec.kernel_id(arch), spec) for spec in specs]
 
 
@@ -80,9 +93,13 @@ def test_kernel(arch: str, spec: KernelSpec) -> None:
     waves, lds = 4, 256
     if "prefill" in spec.name:
         dims = next(dims for dims in SUPPORTED_DIMS if f".d{dims[0]}x{dims[1]}." in spec.name)
-        tile = tile_of(dims)
-        waves, lds = tile.waves_per_simd, tile.lds_bytes(dims)
-        assert any(ins.name.startswith("v_mfma_f32_32x32x") for ins in program.code)
+        dtypes = spec.name.removeprefix("prefill.").split("_fp32")[0].split("_bf16.")[0].split("_fp16.")[0]
+        tile = tile_of(Problem("prefill", dtypes, dims=dims), arch)
+        waves, lds = tile.waves_per_simd, tile.lds_bytes
+        products = {ins.name for ins in program.code if ins.name.startswith("v_mfma_")}
+        assert products and all(name.startswith("v_mfma_f32_32x32x") for name in products)
+        narrow = {"gfx942": "v_mfma_f32_32x32x16_fp8_fp8", "gfx950": "v_mfma_f32_32x32x64_f8f6f4"}.get(arch)
+        assert (narrow in products) == dtypes.startswith("fp8")
     assert notes[".vgpr_count"] <= REGISTERS[waves]  # the total: AGPRs are counted in it
     assert notes[".group_segment_fixed_size"] <= min(lds, LDS_BYTES[arch])
 

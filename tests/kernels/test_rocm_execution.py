@@ -23,6 +23,7 @@ from tests.support.hip import ARCHS, needs_clang
 from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, PREFILLS, QUANTIZATIONS, STORES
 from tests.support.problems import Case, build
 from tests.support.rocm import Executor, executed, through_public_functions
+from tests.support.tolerance import assert_lse, assert_output
 
 pytestmark = needs_clang
 CPU = torch.device("cpu")
@@ -40,6 +41,16 @@ FEW = [
     Case(dtypes="bf16+fp8_rope", page_size=16),
 ]
 
+#: ... and what gfx950 runs in fp8.
+FP8 = [
+    Case(dtypes="fp8", lengths=((37, 70), (0, 0), (64, 1)), heads=2, mask="checkered"),
+    Case(dtypes="fp8", lengths=((90, 70), (40, 3)), heads=1, scale=1.0, page_size=1, v_scale="row"),
+    Case(dtypes="fp8", lengths=((40, 30), (0, 33)), heads=1, dims=(256, 256), out_dtype="fp32", v_transposed=True,
+         csr=True),
+    Case(dtypes="fp8+bf16_rope", lengths=EDGES, heads=1, rope="ragged", v_transposed=True, v_scale="", sinks=True),
+    Case(dtypes="fp8+bf16_rope", lengths=((90, 70), (5, 3)), heads=1, dims=(256, 256), rope="batched", chunk=(64, 64),
+         prescaled=False, softcap=15.0, mask="sink_window"),
+]  # fmt: skip
 
 #: ... and of the other operations: every how many-th case.
 STRIDE = {"gfx90a": 3, "gfx942": 1, "gfx950": 3}
@@ -81,9 +92,11 @@ def smaller(case: Case) -> Case:
     return replace(case, heads=2 if case.mask in ("checkered", "windows_of_heads", "causal_bias") else 1)
 
 
-SIXTEEN_BITS = [smaller(case) for case in PREFILLS if not case.dtypes.startswith(("fp32", "fp8"))]
-PREFILL_CASES = [("gfx942", case) for case in (*SIXTEEN_BITS, FEW[1])] + [
-    (a, case) for a in ("gfx90a", "gfx950") for case in FEW
+NARROW = [smaller(case) for case in PREFILLS if not case.dtypes.startswith("fp32")]
+PREFILL_CASES = [
+    *(("gfx942", case) for case in (*NARROW, FEW[1], FP8[1], FP8[4])),
+    *((arch, case) for arch in ("gfx90a", "gfx950") for case in FEW),
+    *(("gfx950", case) for case in FP8),
 ]
 
 
@@ -108,10 +121,38 @@ def test_more_tiles_than_one_grid_dimension(
     run(matrix.test_prefill, executor, implementation("prefill"), CPU, case, "rocm", seed)
 
 
-@pytest.mark.parametrize("arch", ["gfx942"])
-def test_a_sequence_does_not_depend_on_its_company(arch: str, executor: Executor, seed: int) -> None:
+def test_fp8_is_refused_without_its_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    through_public_functions(monkeypatch, executed(monkeypatch, "gfx90a"))
+    with pytest.raises(UnsupportedError, match="gfx90a multiplies no fp8 matrices"):
+        build(FP8[0], CPU).run("rocm")
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_scales_of_values_that_differ_by_decades(arch: str, executor: Executor, seed: int) -> None:
+    """Each row's weights keep their precision, whatever keys that count little for it have as scales."""
+    case = Case(dtypes="fp8", lengths=((90, 70), (40, 3)), heads=1, scale=2.0, v_scale="row")
+    problem = build(case, CPU, seed)
+    scales = problem.keywords["v_scale"]
+    decades = torch.rand(scales.shape, generator=torch.Generator().manual_seed(seed)) * 6 - 3
+    scales *= 10**decades
+    scales[:64] *= 1e6  # a whole tile, which later ones leave behind
+    problem.operands["k"][:64].copy_((problem.operands["k"][:64].float() * 0.01).to(problem.operands["k"].dtype))
+    problem.keywords["k_scales"][:64] *= 0.01
+    output, lse = problem.run("rocm")
+    expected, expected_lse = problem.expect()
+    assert_output(output, expected, "fp8")
+    assert_lse(lse, expected_lse, "fp8")
+    for row in (~expected.isnan().all(-1)).nonzero():  # each row by itself: a few large ones would hide the others
+        assert_output(output[tuple(row)][None], expected[tuple(row)][None], "fp8", 2.0)
+
+
+@pytest.mark.parametrize(("arch", "dtypes"), [("gfx942", "bf16"), ("gfx942", "fp8")])
+def test_a_sequence_does_not_depend_on_its_company(arch: str, dtypes: str, executor: Executor, seed: int) -> None:
     """Bitwise the same rows, alone and behind another sequence, whichever tile and wave they fall into."""
-    case = Case(lengths=((30, 150), (77, 45)), heads=1, spare_rows=(0, 0), strided=False, mask="sink_window")
+    case = Case(
+        lengths=((30, 150), (77, 45)), heads=1, spare_rows=(0, 0), strided=False, mask="sink_window", dtypes=dtypes,
+        v_scale="row",
+    )  # fmt: skip
     both = build(case, CPU, seed)
     output, lse = both.run("rocm")
     given = both.operands
@@ -126,9 +167,12 @@ def test_a_sequence_does_not_depend_on_its_company(arch: str, executor: Executor
         "valid_length": given["valid_length"][1:] - row,
         "cache_row_offsets": given["cache_row_offsets"][1:] - key,
     }
+    scales = {
+        name: scale[row if name == "q_scale" else key :] for name, scale in both.keywords.items() if "scale" in name
+    }
     again, again_lse = torch.empty_like(output[row:]), torch.empty_like(lse[row:])
     dispatch.forget()
-    mla.prefill(**alone, output=again, lse=again_lse, target="rocm")
+    mla.prefill(**alone, **scales, output=again, lse=again_lse, target="rocm")
     assert torch.equal(again, output[row:])
     assert torch.equal(again_lse, lse[row:])
 

@@ -31,6 +31,10 @@ PREFILLS = [
     Case(lengths=((37, 40), (5, 1)), heads=1, dtypes="bf16+fp8_rope", page_size=16, csr=True),
     Case(lengths=((10, 50), (3, 9)), heads=1, rope="batched", softcap=5.0, mask="causal_bias"),
 ]
+FP8_PREFILLS = [
+    Case(lengths=((90, 70), (0, 0), (40, 3)), heads=1, page_size=16, scale=1.0, dtypes="fp8", v_scale="row"),
+    Case(lengths=((37, 40), (5, 1)), heads=1, dtypes="fp8+bf16_rope", rope="ragged", v_transposed=True),
+]
 #: A few of each: ragged and paged, indptr tables, fp8, aliased outputs.
 FEW = {
     "plan": [case for case in PLANS if case.name in ("ragged", "many", "all_empty")],
@@ -80,7 +84,11 @@ def check_prefill(case: Case, seed: int) -> None:
     assert_lse(lse, expected_lse, precision)
 
 
-@pytest.mark.parametrize(("arch", "case"), [(ARCHS[i % 2], case) for i, case in enumerate(PREFILLS)], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [*((ARCHS[i % 2], case) for i, case in enumerate(PREFILLS)), *(("gfx942", case) for case in FP8_PREFILLS)],
+    ids=str,
+)
 def test_prefill(arch: str, case: Case, host: OnHost, seed: int) -> None:
     executor = host(arch)
     check_prefill(case, seed)
@@ -139,7 +147,7 @@ FAULTS = {
     "barrier_dropped": (LOOP_BARRIER, "    // the stage"),
     "page_index_wrong": ("source.offset + key) / kPageSize]", "source.offset + key) / kPageSize ^ 1]"),
     "diagonal_shifted": ("mask_visible(mask, b, h, first + ahead,", "mask_visible(mask, b, h, first + ahead + 1,"),
-    "read_behind_the_rows": ("int64_t(first) * source.v_stride", "(int64_t(first) << 30) * source.v_stride"),
+    "read_behind_the_rows": ("int64_t(first) * stride;", "(int64_t(first) << 30) * stride;"),
 }
 
 

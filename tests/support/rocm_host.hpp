@@ -12,6 +12,7 @@
 typedef short s16x4 __attribute__((vector_size(8)));
 typedef _Float16 h16x4 __attribute__((vector_size(8)));
 typedef float f32x16 __attribute__((vector_size(64)));
+typedef float f32x2 __attribute__((vector_size(8)));
 
 extern "C" {  // the linker's names for the section's ends; null in a kernel without LDS
 extern unsigned char __start_lds[] __attribute__((weak, visibility("hidden")));
@@ -45,18 +46,37 @@ inline float widened(short x) {
 }
 inline float widened(_Float16 x) { return float(x); }
 
-// D[32, 32] = A[32, 8] B[8, 32] + C. Lane l gives A[l % 32][4 * (l / 32) + i] and B[4 * (l / 32) + i][l % 32], i < 4, and
-// gets D[(r / 4) * 8 + (l / 32) * 4 + r % 4][l % 32], r < 16 (CDNA3 ISA, "Dense Matrix Layouts").
-template <typename V> f32x16 mfma_32x32x8(V a, V b, f32x16 c) {
-  struct Operands { float a[4], b[4]; } mine;
-  for (int i = 0; i < 4; i++) mine.a[i] = widened(a[i]), mine.b[i] = widened(b[i]);
+// float8_e4m3fnuz, gfx942's: exponent bias 8, 0x80 is NaN.
+inline float widened(unsigned char x) {
+  if (x == 0x80) return __builtin_nanf("");
+  const int exponent = x >> 3 & 15, fraction = x & 7;
+  const float size = exponent ? __builtin_ldexpf(8 + fraction, exponent - 11) : __builtin_ldexpf(fraction, -10);
+  return x & 0x80 ? -size : size;
+}
+// To nearest even; beyond the largest, 240, lies NaN.
+inline unsigned char narrowed(float x) {
+  const float size = __builtin_fabsf(x);
+  if (!(size < 248)) return 0x80;
+  int exponent;  // size = [0.5, 1) * 2^exponent
+  __builtin_frexpf(size, &exponent);
+  if (size < 0x1p-7f) exponent = -6;  // subnormals share the step of the smallest normals
+  const int steps = int(__builtin_rintf(__builtin_ldexpf(size, 4 - exponent)));  // 8..16; subnormals 0..8
+  const int code = ((exponent + 6) << 3) + steps;
+  return x < 0 && code ? 0x80 | code : code;
+}
+
+// D[32, 32] = A[32, 2 N] B[2 N, 32] + C. Lane l gives A[l % 32][N * (l / 32) + i] and B[N * (l / 32) + i][l % 32], i < N,
+// and gets D[(r / 4) * 8 + (l / 32) * 4 + r % 4][l % 32], r < 16 (CDNA3 ISA, "Dense Matrix Layouts").
+template <int N, typename V> f32x16 mfma_32x32(V a, V b, f32x16 c) {
+  struct Operands { float a[N], b[N]; } mine;
+  for (int i = 0; i < N; i++) mine.a[i] = widened(a[i]), mine.b[i] = widened(b[i]);
   const Slot* slots = exchange(mine, "mfma");
   const int column = current % 32, half = current % 64 / 32;
   for (int k = 0; k < 2; k++) {
     const Operands y = value<Operands>(slots[column + 32 * k]);
     for (int r = 0; r < 16; r++) {
       const Operands x = value<Operands>(slots[r / 4 * 8 + half * 4 + r % 4 + 32 * k]);
-      for (int i = 0; i < 4; i++) c[r] += x.a[i] * y.b[i];
+      for (int i = 0; i < N; i++) c[r] += x.a[i] * y.b[i];
     }
   }
   return c;
@@ -97,8 +117,25 @@ inline unsigned __builtin_amdgcn_perm(unsigned high, unsigned low, unsigned sele
 inline float __builtin_amdgcn_rcpf(float x) { return 1.0f / x; }
 
 inline f32x16 __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(s16x4 a, s16x4 b, f32x16 c, int, int, int) {
-  return host::mfma_32x32x8(a, b, c);
+  return host::mfma_32x32<4>(a, b, c);
 }
 inline f32x16 __builtin_amdgcn_mfma_f32_32x32x8f16(h16x4 a, h16x4 b, f32x16 c, int, int, int) {
-  return host::mfma_32x32x8(a, b, c);
+  return host::mfma_32x32<4>(a, b, c);
+}
+inline f32x16 __builtin_amdgcn_mfma_f32_32x32x16_fp8_fp8(long long a, long long b, f32x16 c, int, int, int) {
+  typedef unsigned char u8x8 __attribute__((vector_size(8)));
+  return host::mfma_32x32<8>(reinterpret_cast<u8x8&>(a), reinterpret_cast<u8x8&>(b), c);
+}
+
+inline unsigned __builtin_amdgcn_cvt_pk_fp8_f32(float a, float b, int old, bool high) {
+  const unsigned pair = host::narrowed(a) | host::narrowed(b) << 8;
+  return high ? pair << 16 | (old & 0xffff) : pair | (unsigned(old) & 0xffff0000);
+}
+inline f32x2 __builtin_amdgcn_cvt_pk_f32_fp8(int word, bool high) {
+  const unsigned pair = unsigned(word) >> (high ? 16 : 0);
+  return f32x2{host::widened((unsigned char)pair), host::widened((unsigned char)(pair >> 8))};
+}
+// Only row_newbcast: lane 16 * (lane / 16) + N of each row of 16.
+inline int __builtin_amdgcn_update_dpp(int, int x, int control, int, int, bool) {
+  return host::of_lane(x, (host::current & 63 & ~15) + control - 0x150, "row_newbcast");
 }

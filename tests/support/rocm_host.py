@@ -26,9 +26,9 @@ _ADAPTED = {
     r"typedef (\w+) (\w+) __attribute__\(\(ext_vector_type\((\d+)\)\)\)": (
         r"typedef \1 \2 __attribute__((vector_size(\3 * sizeof(\1))))"
     ),
-    r"\*\(const T __attribute__\(\(address_space\(1\)\)\)\*\)p": "host::load<T>(p)",
+    r"\*\(const (\w+) __attribute__\(\(address_space\(1\)\)\)\*\)p": r"host::load<\1>(p)",
     r"\*\(T __attribute__\(\(address_space\(1\)\)\)\*\)p = x": "host::store<T>(p, x)",
-    r'asm volatile\("" : "\+v"': 'asm volatile("" : "+r"',
+    r'asm( volatile)?\("" : "\+[vs]"': 'asm volatile("" : "+r"',
     r"__INTADDR__\(&\(\(\(type\*\)0\)->field\)\)": "__builtin_offsetof(type, field)",
     # A barrier knows the line that calls it.
     r"void barrier\(\)": "void barrier(const char* file = __builtin_FILE(), int line = __builtin_LINE())",

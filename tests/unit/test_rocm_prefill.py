@@ -11,14 +11,33 @@ import torch
 
 from mla.backends.rocm import prefill
 from mla.errors import ArgumentError
-from mla.problem import SUPPORTED_DIMS, Problem
+from mla.problem import Problem
+
+#: Keys of a tile, and bytes of a key and its value in LDS.
+TILES = {
+    ("gfx942", "bf16", (192, 128)): (32, 640),
+    ("gfx942", "bf16", (256, 256)): (32, 1024),
+    ("gfx90a", "bf16+fp8_rope", (256, 256)): (32, 1024),
+    ("gfx942", "fp8", (192, 128)): (64, 320),
+    ("gfx950", "fp8", (256, 256)): (64, 512),
+    ("gfx942", "fp8+bf16_rope", (192, 128)): (64, 384),
+    ("gfx942", "fp8+bf16_rope", (256, 256)): (32, 576),
+    ("gfx950", "fp8+bf16_rope", (256, 256)): (64, 576),
+}
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
-@pytest.mark.parametrize("dims", SUPPORTED_DIMS)
-def test_tiles_fit(arch: str, dims: tuple[int, int]) -> None:
-    assert prefill.Prefill.check(Problem("prefill", "bf16", "bf16", dims), arch) is None
-    assert prefill.tile_of(dims).lds_bytes(dims) == 2 * 32 * sum(dims) * 2 <= prefill.LDS_BYTES[arch]
+@pytest.mark.parametrize(("arch", "dtypes", "dims"), TILES, ids=str)
+def test_tiles_fit(arch: str, dtypes: str, dims: tuple[int, int]) -> None:
+    problem = Problem("prefill", dtypes, "bf16", dims)
+    assert prefill.Prefill.check(problem, arch) is None
+    tile, (keys, row) = prefill.tile_of(problem, arch), TILES[arch, dtypes, dims]
+    assert tile.lds_bytes == 2 * keys * row <= prefill.LDS_BYTES[arch]
+
+
+@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
+def test_fp8_without_its_matrix_unit_is_refused(dtypes: str) -> None:
+    refusal = prefill.Prefill.check(Problem("prefill", dtypes, "bf16"), "gfx90a")
+    assert refusal == "gfx90a multiplies no fp8 matrices; gfx942 and gfx950 do"
 
 
 def test_too_little_lds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,15 +61,29 @@ def arguments(**changed: Any) -> Any:
     """Prefill arguments as far as the refusals read them."""
     rows = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
     given = {"k": rows, "v": rows, "rope": rows[:, 0], "cache": None, "rope_kind": "ragged", "rope_scales": None}
-    return SimpleNamespace(**{**given, "rope_scale_base": 0, **changed})
+    return SimpleNamespace(**{**given, "rope_scale_base": 0, "k_scales": None, "v_scale": None, **changed})
 
 
-@pytest.mark.parametrize("name", ["k", "v", "rope"])
+def far_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize("name", ["k", "v", "rope", "k_scales", "v_scale"])
 def test_rows_far_apart_are_refused(name: str) -> None:
-    far = torch.empty(0, dtype=torch.bfloat16, device="meta").new_empty(2, 1 << 24)[:, None, :64]
-    prefill._check_strides(arguments())
-    with pytest.raises(ArgumentError, match=r"rows lie 33554432 bytes apart; .* less than 33554432"):
-        prefill._check_strides(arguments(**{name: far if name != "rope" else far[:, 0]}))
+    far = far_apart((2, 1, 64), (1 << 23, 64, 1)) if name in "kv" else far_apart((2, 64), (1 << 23, 1))
+    prefill._check_strides(arguments(), False)
+    with pytest.raises(ArgumentError, match=r"rows lie 16777216 bytes apart; .* less than 16777216"):
+        prefill._check_strides(arguments(**{name: far}), False)
+
+
+def test_columns_and_pages_far_apart_are_refused() -> None:
+    transposed = arguments(v=far_apart((2, 1, 64), (1, 64, 1 << 23)))
+    prefill._check_strides(transposed, False)
+    with pytest.raises(ArgumentError, match="v: columns lie 16777216 bytes apart"):
+        prefill._check_strides(transposed, True)
+    cache = SimpleNamespace(rope=far_apart((2, 16, 64), (1 << 31, 64, 1)), scales=None)
+    with pytest.raises(ArgumentError, match=r"k_rope: pages lie 4294967296 bytes apart; .* less than 4294967296"):
+        prefill._check_strides(arguments(cache=cache), False)
 
 
 def test_rope_in_two_blocks_is_refused() -> None:

@@ -14,13 +14,17 @@
 // exchange with lane ^ 32.
 //
 // Roles: every wave loads its share of the next tile into registers before it computes on this one, and writes it to
-// the other LDS stage after. Registers: Q (kQDepth / 4), O (kVDim / 2), scores (kBlockN / 2), the share of a tile. LDS:
-// two stages, see prefill_tile.hpp. Barriers: one a tile; it separates the reads of a stage from the writes two tiles
+// the other LDS stage after. Registers: Q (kKeyPitch / 8), O (kVDim / 2), scores (kBlockN / 2), the share of a tile. LDS:
+// two stages, see prefill_layout.hpp. Barriers: one a tile; it separates the reads of a stage from the writes two tiles
 // later, and those writes from their reads.
+//
+// 8 bits: q, k and v in the format of the architecture, P too; rope of 8 bits with a scale for each key, or of 16. Scales of
+// keys and values are multiplied into the scores and into P by lane broadcasts (KeyScales), those of queries and heads into
+// a row's own factors. PV stays in the accumulators of MFMA: they hold fp32 with one rounding for 16 products (docs/rocm.md).
 //
 // Order of work: prefill_schedule.hpp.
 //
-// Numerics: scores and sums in fp32, base 2; P rounded to 16 bits; hidden keys by select; rows at or past n_keys are
+// Numerics: scores and sums in fp32, base 2; P rounded to Element; hidden keys by select; rows at or past n_keys are
 // never read. A row's bits depend on its own sequence alone: the key tiles are fixed, masked and unmasked paths agree,
 // and a tile hidden for a row changes nothing in it.
 //
@@ -30,15 +34,18 @@
 #include "mask.hpp"
 #include "prefill_schedule.hpp"
 #include "prefill_softmax.hpp"
-#include "prefill_tile.hpp"
 
 struct PrefillParams {
-  HeadRows q;  // [T, H, kQDepth]
+  HeadRows q;  // [T, H, kNopeDim + kRopeDim]; beside q_rope [T, H, kNopeDim]
+  HeadRows q_rope;  // [T, H, kRopeDim], of 16 bits beside an 8-bit q; else null
   HeadRows k;  // [L, H, kNopeDim]
-  HeadRows v;  // [L, H, kVDim]
+  HeadRows v;  // [L, H, kVDim]; transposed: token_stride is that of a column
   HeadRows output;  // [T, H, kVDim]
   PagedRows rope;  // paged; batched: page_stride is that of a sequence; ragged: rows as k
   PagedRows rope_scales;  // of an 8-bit rope: one f32 a key, addressed as the rope
+  RowScales q_scale;  // of 8-bit rows: one a query
+  RowScales k_scales;  // one a key
+  RowScales v_scale;  // one a head, or with MLA_V_SCALED_ROWS one a key; null for none
   PageTable page_table;
   SequenceArgs sequences;
   MaskArgs mask;
@@ -73,12 +80,17 @@ MLA_DEVICE KeySource key_source(const PrefillParams& p, const Item& item) {
   KeySource source;
   const Sequence& s = item.s;
   source.k = p.k.data + s.k_begin * p.k.token_stride + item.h * p.k.head_stride;
-  source.v = p.v.data + s.k_begin * p.v.token_stride + item.h * p.v.head_stride;
   source.k_stride = uint32_t(p.k.token_stride);
-  source.v_stride = uint32_t(p.v.token_stride);
+  source.v.data = p.v.data + s.k_begin * (MLA_V_TRANSPOSED ? 1 : p.v.token_stride) + item.h * p.v.head_stride;
+  source.v.stride = uint32_t(p.v.token_stride);
   source.rope_stride = uint32_t(p.rope.token_stride);
   source.rope_rows = p.rope;
-  source.scale_rows = p.rope_scales;
+  source.rope_scales = p.rope_scales;
+  const auto from_first_key = [&](const RowScales& scales) {
+    return RowScales{row_scale(scales, s.k_begin), scales.stride};
+  };
+  source.k_scales = from_first_key(p.k_scales);
+  source.v_scales = from_first_key(p.v_scale);
   if constexpr (MLA_ROPE_KIND == kRopePaged) source.rope_pages = page_row(p.page_table, item.b);
   const auto first_row = [&](const PagedRows& rows) {
     return rows.data + (MLA_ROPE_KIND == kRopeBatched ? item.b * rows.page_stride + s.offset * rows.token_stride
@@ -86,7 +98,7 @@ MLA_DEVICE KeySource key_source(const PrefillParams& p, const Item& item) {
   };
   if constexpr (MLA_ROPE_KIND != kRopePaged) {
     source.rope = first_row(p.rope);
-    source.scale_rows.data = first_row(p.rope_scales);
+    source.rope_scales.data = first_row(p.rope_scales);
   }
   source.offset = s.offset;
   source.n_keys = s.n_keys;
@@ -104,65 +116,6 @@ MLA_DEVICE int class_of(const PrefillParams& p, const Item& item, int q_lo, int 
 #endif
 }
 
-// Queries of one wave as MFMA operands. A lane without a row repeats the last one; its results go nowhere.
-struct Queries {
-  u32x4 fragment[kQDepth / 16];
-
-  MLA_DEVICE void load(const PrefillParams& p, const Item& item, int row) {
-    const int64_t token = item.s.q_begin + row;
-    const uint8_t* columns =
-        p.q.data + token * p.q.token_stride + item.h * p.q.head_stride + lane_id() / 32 * kChunkBytes;
-#pragma unroll
-    for (int i = 0; i < kQDepth / 16; ++i) fragment[i] = load_global<u32x4>(columns + 2 * i * kChunkBytes);
-  }
-};
-
-// Fragments that are on their way from LDS while the matrix unit works on one: 64 cycles of reads at 128 bytes a cycle.
-constexpr int kFragmentsAhead = 4;
-
-// multiply(n, read(n)) for n < READS, the reads ahead of the products: in the order written, for compilers that keep it,
-// and as a request to those that do not.
-template <int READS, typename Read, typename Multiply> MLA_DEVICE void read_ahead(Read read, Multiply multiply) {
-  static_assert(READS >= kFragmentsAhead, "a full pipeline");
-  u32x4 ahead[kFragmentsAhead];
-#pragma unroll
-  for (int n = 0; n < kFragmentsAhead; ++n) ahead[n] = read(n);
-#pragma unroll
-  for (int n = 0; n < READS; ++n) {
-    const u32x4 fragment = ahead[n % kFragmentsAhead];
-    if (n + kFragmentsAhead < READS) ahead[n % kFragmentsAhead] = read(n + kFragmentsAhead);
-    multiply(n, fragment);
-  }
-  interleave_reads_with_mfma<READS, kFragmentsAhead>();
-}
-
-// Nope, then rope columns; with a scaled rope the other way round, so that its sum is scaled before the nope columns
-// join it. rope_scale: that of key lane % kBlockN.
-MLA_DEVICE f32x16 score_tile(uint8_t* lds, const FragmentPlaces& places, const Queries& q, float rope_scale) {
-  constexpr int kNopeSteps = kNopeDim / 16, kSteps = kQDepth / 16;
-  f32x16 sum = {};
-  const auto read = [&](int i) { return lds_at<u32x4>(lds, places.of_keys(i)); };
-  const auto multiply = [&](int i, u32x4 keys) { sum = mfma_f32_32x32x16<Element>(keys, q.fragment[i], sum); };
-  if constexpr (kRopeScaled) {
-    read_ahead<kSteps - kNopeSteps>([&](int i) { return read(kNopeSteps + i); },
-                                    [&](int i, u32x4 keys) { multiply(kNopeSteps + i, keys); });
-#pragma unroll
-    for (int r = 0; r < 16; ++r) sum[r] *= shuffle(rope_scale, register_key(r) + lane_key());
-    read_ahead<kNopeSteps>(read, multiply);
-  } else {
-    read_ahead<kSteps>(read, multiply);
-  }
-  return sum;
-}
-
-MLA_DEVICE void weigh_values(uint8_t* lds, const FragmentPlaces& places, const u32x4 (&p)[kBlockN / 16],
-                             f32x16 (&o)[kVDim / 32]) {
-  constexpr int kSteps = kBlockN / 16;
-  read_ahead<kVDim / 32 * kSteps>(
-      [&](int n) { return lds_at<u32x4>(lds, places.of_values(n / kSteps, n % kSteps)); },
-      [&](int n, u32x4 values) { o[n / kSteps] = mfma_f32_32x32x16<Element>(values, p[n % kSteps], o[n / kSteps]); });
-}
-
 // Four consecutive columns of the output.
 MLA_DEVICE void store_quad(float*, uint8_t* p, f32x4 x) { store_global(p, x); }
 template <typename T> MLA_DEVICE void store_quad(T*, uint8_t* p, f32x4 x) {
@@ -170,6 +123,20 @@ template <typename T> MLA_DEVICE void store_quad(T*, uint8_t* p, f32x4 x) {
     return uint32_t(from_float<T>(a).bits) | uint32_t(from_float<T>(b).bits) << 16;
   };
   store_global(p, u32x2{pair(x[0], x[1]), pair(x[2], x[3])});
+}
+
+MLA_DEVICE void load_queries(const PrefillParams& p, const Item& item, int row, Queries& q) {
+  const int64_t token = item.s.q_begin + row;
+  const auto columns = [&](const HeadRows& rows) {
+    return rows.data + token * rows.token_stride + item.h * rows.head_stride;
+  };
+  if constexpr (kKeyScaled && !kRopeScaled) {
+    q.load<0, kNopeFragments>(columns(p.q));
+    q.load<kNopeFragments, kRopeFragments>(columns(p.q_rope));
+  } else {
+    q.load<0, kKeyFragments>(columns(p.q));
+  }
+  if constexpr (kKeyScaled) q.scale = load_global<float>(row_scale(p.q_scale, token));
 }
 
 // `state.l` is the whole denominator here.
@@ -184,7 +151,11 @@ MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowSta
     total = state.l * factor + exp2_flushed(sink - m);
   }
 #endif
-  const float weight = state.l > 0.0f ? factor / total : 0.0f;
+  float weight = state.l > 0.0f ? factor / total : 0.0f;
+  if constexpr (MLA_V_SCALED_ROWS)
+    weight = times_power(weight, weight_exponent(state));
+  else if constexpr (kKeyScaled)
+    weight *= p.v_scale.data != nullptr ? load_global<float>(row_scale(p.v_scale, item.h)) : 1.0f;
   const int64_t token = item.s.q_begin + row;
   uint8_t* out = const_cast<uint8_t*>(p.output.data) + token * p.output.token_stride + item.h * p.output.head_stride +
                  lane_key() * int(sizeof(Output));
@@ -212,7 +183,12 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   const int group_last = smaller(item.first + kBlockM, s.new_) - 1;
   const int row = wave_first + lane_id() % 32;
   Queries q;
-  q.load(p, item, smaller(row, s.new_ - 1));
+  load_queries(p, item, smaller(row, s.new_ - 1), q);
+  ScoreScale score_scale = p.scale;
+  if constexpr (kKeyScaled && (kRopeScaled || MLA_ROPE_PRESCALED)) {
+    score_scale.logit *= q.scale;
+    score_scale.softcap_scale *= q.scale;
+  }
 
   RowState state;
   f32x16 o[kVDim / 32] = {};
@@ -229,7 +205,7 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
   const FragmentPlaces places;
   TileRegisters registers;
   int tile = -2, next = -1, stage = 0;
-  float rope_scale = 1.0f;  // of the tile in LDS
+  KeyScales scales = {};  // of the tile in LDS
   wait_for_loads();  // the queries
   while (tile < tiles) {
     if (next >= 0 && next < tiles) registers.fetch(source, next);
@@ -239,24 +215,31 @@ extern "C" __global__ void MLA_WORKGROUP(MLA_THREADS) MLA_WAVES(MLA_WAVES_PER_SI
     const int tile_class = wanted ? class_of(p, item, wave_first, wave_last, tile) : int(kTileHidden);
     if (tile_class != kTileHidden) {
       uint8_t* current = lds + stage * kStageBytes;
-      const int keys = s.n_keys - tile * kBlockN;
-      f32x16 scores = score_tile(current, places, q, rope_scale);
-      scale_scores(scores, p.scale);
-      if (MLA_MASK_BIASES || tile_class == kTilePartial || keys < kBlockN)
-        mask_scores(scores, p.mask, item.b, item.h, s.start + row, s.offset + tile * kBlockN, keys, s.start);
-      const float alpha = move_reference(scores, state);
-      if (any_lane(alpha != 1.0f)) {
+      const int first = tile * kBlockN, keys = s.n_keys - first;
+      Scores scores;
 #pragma unroll
-        for (int d = 0; d < kVDim / 32; ++d) o[d] *= alpha;
+      for (int block = 0; block < kKeyBlocks; ++block) scores[block] = score_block(current, places, q, scales, block);
+      scale_scores(scores, score_scale);
+      if (MLA_MASK_BIASES || tile_class == kTilePartial || keys < kBlockN)
+        mask_scores(scores, p.mask, item.b, item.h, s.start + row, s.offset + first, keys, s.start);
+      float factor = move_reference(scores, state);
+      if constexpr (MLA_V_SCALED_ROWS) {
+        exponentials(scores, state);
+        factor = weigh_by_scales(scores, scales.value, state, factor);
       }
-      u32x4 probabilities[kBlockN / 16];
-      exponentials(scores, state, probabilities);
+      if (any_lane(factor != 1.0f)) {
+#pragma unroll
+        for (int d = 0; d < kVDim / 32; ++d) o[d] *= factor;
+      }
+      if constexpr (!MLA_V_SCALED_ROWS) exponentials(scores, state);
+      u32x4 probabilities[kValueFragments];
+      pack(scores, probabilities);
       weigh_values(current, places, probabilities, o);
     }
     stage ^= 1;
     if (next >= 0 && next < tiles) registers.commit(lds + stage * kStageBytes);
     barrier();  // the stage of `tile` is read, that of `next` is written
-    if constexpr (kRopeScaled) rope_scale = registers.scale;
+    scales = registers.scales;
     tile = next;
     next = after;
   }

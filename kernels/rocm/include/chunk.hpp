@@ -5,13 +5,6 @@
 
 constexpr int kChunk = 8;  // elements
 
-template <int BYTES> struct AccessOf;
-template <> struct AccessOf<1> { using type = uint8_t; };
-template <> struct AccessOf<2> { using type = uint16_t; };
-template <> struct AccessOf<4> { using type = uint32_t; };
-template <> struct AccessOf<8> { using type = u32x2; };
-template <> struct AccessOf<16> { using type = u32x4; };
-
 template <typename T> struct Chunk {
   static constexpr int kBytes = kChunk * sizeof(T);
   static constexpr int kAccessBytes = kBytes < MLA_ALIGNMENT ? kBytes : smaller(MLA_ALIGNMENT, 16);

@@ -17,9 +17,18 @@ static_assert(sizeof(uint32_t) == 4 && sizeof(uint64_t) == 8 && sizeof(void*) ==
 
 typedef uint32_t u32x2 __attribute__((ext_vector_type(2)));
 typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
+typedef uint32_t u32x8 __attribute__((ext_vector_type(8)));
 typedef float f32x2 __attribute__((ext_vector_type(2)));
 typedef float f32x4 __attribute__((ext_vector_type(4)));
 typedef float f32x16 __attribute__((ext_vector_type(16)));
+
+// What moves a number of bytes at once.
+template <int BYTES> struct AccessOf;
+template <> struct AccessOf<1> { using type = uint8_t; };
+template <> struct AccessOf<2> { using type = uint16_t; };
+template <> struct AccessOf<4> { using type = uint32_t; };
+template <> struct AccessOf<8> { using type = u32x2; };
+template <> struct AccessOf<16> { using type = u32x4; };
 
 // Storage types: bits that only the conversions below read.
 struct bf16 { uint16_t bits; };
@@ -32,6 +41,10 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 // Memory accesses through a pointer whose origin the compiler cannot see: global, not flat.
 template <typename T> MLA_DEVICE T load_global(const void* p) { return *(const T __attribute__((address_space(1)))*)p; }
+typedef u32x4 u32x4_anywhere __attribute__((aligned(1)));
+MLA_DEVICE u32x4 load_global_unaligned(const void* p) {
+  return *(const u32x4_anywhere __attribute__((address_space(1)))*)p;
+}
 template <typename T> MLA_DEVICE void store_global(void* p, T x) { *(T __attribute__((address_space(1)))*)p = x; }
 
 template <typename A, typename B> constexpr bool is_same = false;

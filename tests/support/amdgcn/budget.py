@@ -12,8 +12,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-_MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
-#: Multiply-adds of 16-bit elements a SIMD does in a cycle.
+_MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(\w+)")
+#: Multiply-adds of 16-bit elements a SIMD does in a cycle; of 8-bit ones it does twice as many.
 _MATRIX_RATE = {"gfx90a": 128, "gfx942": 256, "gfx950": 512}
 _TRANSCENDENTAL = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_")
 _QUARTER = re.compile(r"v_(mul_lo_u32|mul_hi_|mad_[ui]64)")
@@ -45,8 +45,8 @@ def cycles(mix: Counter[str], arch: str, simds: int = 4) -> Budget:
     mfma = valu = lds = 0.0
     for name, count in mix.items():
         if match := _MFMA.match(name):
-            m, n, k = map(int, match.groups())
-            mfma += count * m * n * k / _MATRIX_RATE[arch]
+            m, n, k = map(int, match.groups()[:3])
+            mfma += count * m * n * k / _MATRIX_RATE[arch] / (2 if match[4] in ("fp8_fp8", "f8f6f4") else 1)
         elif name.startswith("v_"):
             if _TRANSCENDENTAL.match(name):
                 valu += count * (8 if arch == "gfx950" else 16)

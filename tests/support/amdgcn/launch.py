@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import ds, mfma, salu, valu, valu_special, vmem
+from . import ds, float8, mfma, salu, valu, valu_special, vmem
 from .lds import Lds
 from .memory import Memory
 from .parser import Kernel, Program, parse
@@ -71,6 +71,7 @@ def decode(program: Program, position: int) -> Step:
             vmem.decode(ins)
             or ds.decode(ins)
             or mfma.decode(ins, program.arch)
+            or float8.decode(ins, program.arch)
             or valu.decode(ins)
             or valu_special.decode(ins)
             or salu.decode(ins, program)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from .float8 import float8_table
 from .operands import constant_bits, register, vector
 from .parser import Instruction
 from .wave import Wave
@@ -109,27 +109,3 @@ def _operand(text: str, kind: str, m: int, elements: int, arch: str) -> Callable
         return values.reshape(64 // m, m, elements).transpose(1, 0, 2).reshape(m, -1)
 
     return read
-
-
-@lru_cache
-def float8_table(kind: str, arch: str) -> np.ndarray:
-    """float32 value of each byte. fp8 is e4m3, bf8 e5m2; gfx942 has the fnuz forms, gfx950 those of OCP."""
-    fnuz = arch.startswith("gfx94")
-    exponent_bits, mantissa_bits = (4, 3) if kind == "fp8" else (5, 2)
-    bias = (1 << (exponent_bits - 1)) - (0 if fnuz else 1)
-    byte = np.arange(256)
-    sign = np.where(byte & 0x80, -1.0, 1.0)
-    exponent = byte >> mantissa_bits & ((1 << exponent_bits) - 1)
-    mantissa = byte & ((1 << mantissa_bits) - 1)
-    unit = 1 << mantissa_bits
-    fraction = mantissa / unit
-    value = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
-    value *= sign
-    if fnuz:
-        value[0x80] = np.nan
-    elif kind == "fp8":
-        value[[0x7F, 0xFF]] = np.nan
-    else:
-        value[(exponent == 31) & (mantissa != 0)] = np.nan
-        value[[0x7C, 0xFC]] = [np.inf, -np.inf]
-    return value.astype(np.float32)
