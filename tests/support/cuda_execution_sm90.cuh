@@ -118,12 +118,13 @@ inline int nctaid_x() { return host::grid.x; }
 
 // ---- shared memory, fragments, arithmetic ---------------------------------------------------------------------------
 
+template <typename T> T ld_global_nc_in_order(const T* p) { return __ldg(p); }
 inline float4 ld_shared_v4_f32(uint32_t shared) {
   float4 v;
   memcpy(&v, host::shared + shared, 16);
   return v;
 }
-inline void st_shared_v4_f32(uint32_t shared, const float (&v)[4]) { memcpy(host::shared + shared, v, 16); }
+inline void st_shared_f32(uint32_t shared, float v) { memcpy(host::shared + shared, &v, 4); }
 inline void stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
   const host::Slot* slots = host::exchange(shared, "stmatrix");
   const int lane = host::current % 32;

@@ -89,7 +89,7 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, i
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
-// Loads and stores that stay where they are written, so that they do not take registers before.
+// A load that stays where it is written, so that it takes no registers before.
 MLA_DEVICE float4 ld_shared_v4_f32(uint32_t shared) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -98,9 +98,22 @@ MLA_DEVICE float4 ld_shared_v4_f32(uint32_t shared) {
                : "memory");
   return v;
 }
-MLA_DEVICE void st_shared_v4_f32(uint32_t shared, const float (&v)[4]) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-               : "memory");
+MLA_DEVICE void st_shared_f32(uint32_t shared, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(v) : "memory");
+}
+
+// ---- global memory --------------------------------------------------------------------------------------------------
+
+// Of memory that nothing writes while the kernel runs; keeps its place among other such loads.
+MLA_DEVICE int ld_global_nc_in_order(const int* p) {
+  int v;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+MLA_DEVICE float ld_global_nc_in_order(const float* p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
 }
 
 // ---- fragments ------------------------------------------------------------------------------------------------------

@@ -27,18 +27,6 @@ MLA_DEVICE void copy_rope(const PrefillParams& p, const KeyJob& job, uint32_t to
   fence_proxy_async_shared();
 }
 
-// The scale of a key's rope part.
-MLA_DEVICE float rope_scale(const PrefillParams& p, const KeyJob& job, int key) {
-  const uint8_t* row;
-  if constexpr (MLA_ROPE_KIND == kRopePaged)
-    row = token_row(p.rope_scales, page_row(p.page_table, job.sequence), job.token + key);
-  else if constexpr (MLA_ROPE_KIND == kRopeBatched)
-    row = token_row(p.rope_scales, Place{job.sequence, job.token + key});
-  else
-    row = token_row(p.rope_scales, Place{0, job.k_row + key});
-  return *reinterpret_cast<const float*>(row);
-}
-
 MLA_DEVICE float warp_max(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
@@ -51,13 +39,32 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
   constexpr int kEach = kBlockN / 32;
   const int lane = threadIdx.x & 31;
   float nope[kEach], rope[kEach], value[kEach];
+  int key[kEach], page[kEach];
+  const int* pages = MLA_ROPE_KIND == kRopePaged && kRopeFp8 ? page_row(p.page_table, job.sequence) : nullptr;
+  // All loads of a kind before those that wait for them.
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
-    const int key = kEach * lane + i, counted = key < job.keys ? key : 0;
-    nope[i] = p.k_scales[(job.k_row + counted) * p.k_scales_stride];
-    rope[i] = kRopeFp8 ? rope_scale(p, job, counted) : kRopePlain ? 1.0f : nope[i];
-    value[i] = kValueScales ? p.v_scale[(job.k_row + counted) * p.v_scale_stride] : 1.0f;
+    key[i] = lane + 32 * i < job.keys ? lane + 32 * i : 0;
+    if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeFp8)
+      page[i] = ld_global_nc_in_order(pages + (job.token + key[i]) / kPageSize);
+    else
+      page[i] = MLA_ROPE_KIND == kRopeBatched ? job.sequence : 0;
   }
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    nope[i] = ld_global_nc_in_order(p.k_scales + (job.k_row + key[i]) * p.k_scales_stride);
+    value[i] = kValueScales ? ld_global_nc_in_order(p.v_scale + (job.k_row + key[i]) * p.v_scale_stride) : 1.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int token = (MLA_ROPE_KIND == kRopeRagged ? job.k_row : job.token) + key[i];
+    const Place place{page[i], MLA_ROPE_KIND == kRopePaged ? token % kPageSize : token};
+    if constexpr (kRopeFp8)
+      rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(token_row(p.rope_scales, place)));
+    else
+      rope[i] = kRopePlain ? 1.0f : nope[i];
+  }
+
   const float common = __shfl_sync(~0u, nope[0], 0), common_value = __shfl_sync(~0u, value[0], 0);
   bool alike = !kRopePlain;
   float largest = 0.0f;
@@ -69,23 +76,20 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
   alike = __all_sync(~0u, alike);
   // V's scales are brought to the largest of the tile, so that P keeps its range.
   const float v_factor = kValueScales ? warp_max(largest) : 1.0f;
-  const float to_ratio = v_factor == 0.0f ? 0.0f : 1.0f / v_factor;
+  const float to_ratio = v_factor == 0.0f ? 0.0f : rcp_approx_ftz(v_factor);
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     // S of the nope part is brought to the rope's scale before that is added. A scale of zero leaves its part out.
     constexpr float kLeast = 0x1p-80f;
     const float least = fabsf(rope[i]) < kLeast ? kLeast : rope[i];
-    if (kTwoScales) nope[i] /= least;
-    rope[i] = kRopePlain ? 1.0f : least;
-    value[i] *= to_ratio;
+    const uint32_t at = 4 * (lane + 32 * i);
+    if (kTwoScales) st_shared_f32(shared.scales(k.stage(), kScaleNope) + at, nope[i] * rcp_approx_ftz(least));
+    st_shared_f32(shared.scales(k.stage(), kScaleAll) + at, kRopePlain ? 1.0f : least);
+    if (kValueScales) st_shared_f32(shared.scales(k.stage(), kScaleValue) + at, value[i] * to_ratio);
   }
-  const uint32_t at = 4 * kEach * lane;
-  if (kTwoScales) st_shared_v4_f32(shared.scales(k.stage(), kScaleNope) + at, nope);
-  st_shared_v4_f32(shared.scales(k.stage(), kScaleAll) + at, rope);
-  if (kValueScales) st_shared_v4_f32(shared.scales(k.stage(), kScaleValue) + at, value);
   if (lane == 0) {
     shared.head(k.count)->factor = alike ? common : 0.0f;
-    shared.head(k.count)->v_factor = v_factor;
+    if (kValueScales) shared.head(k.count)->v_factor = v_factor;
   }
 }
 
