@@ -15,12 +15,13 @@
 // for all. Numerics: fp32 scores and sums, base-2 exponentials; see prefill_softmax.cuh. Key tile and order follow from
 // the architecture alone, so a sequence's bits do not depend on its company, nor on the height of the tile.
 //
-// fp8 operands lie in shared memory as they are and are widened to 16 bits, which hold them exactly, on the way to the
-// tensor cores: half the bytes are copied and read, products and sums are those of 16 bits. (sm_90 and sm_100 have no
-// other mma.sync for fp8: there ptxas makes the same conversions of it.) Scales are applied to scores, see multiply_qk.
+// fp8 operands lie in shared memory as they are. Where mma.sync multiplies e4m3 (sm_89, sm_12x) P is rounded to it too;
+// elsewhere they are widened to 16 bits, which hold them exactly, on the way to the tensor cores (what ptxas makes of
+// such an mma.sync on sm_90 and sm_100, each warp's fragments once). Scales are applied to scores: see multiply_qk.
 //
 // Budget of a tile of 128 queries and 64 keys, (192, 128): 5.2 MFLOP; 40 KiB copied to shared memory and 208 KiB read
-// from it as fragments, 1,664 cycles at 128 bytes each. Two blocks an SM take turns at products and exponentials.
+// from it as fragments, 1,664 cycles at 128 bytes each. Two blocks an SM take turns at products and exponentials. In
+// fp8 24 and 128 KiB; a warp's 320 products then come with 320 conversions.
 #include "prefill_layout.cuh"
 #include "prefill_item.cuh"
 #include "prefill_rope.cuh"

@@ -3,7 +3,8 @@
 //
 // The host defines: MLA_ELEMENT (bf16 | fp16), MLA_DATA and MLA_ROPE (the same or e4m3), MLA_OUTPUT (the same or float), MLA_NOPE_DIM,
 // MLA_V_DIM, MLA_ROPE_KIND, MLA_PAGE_SIZE, MLA_ALIGNMENT, MLA_LSE, MLA_SINKS, MLA_SOFTCAP, MLA_SCALE_SCORES, MLA_ROPE_PRESCALED,
-// MLA_VALUE_SCALES, MLA_V_TRANSPOSED, MLA_FP8_MMA and the tile: MLA_WARPS, MLA_WARP_ROWS, MLA_BLOCK_N, MLA_RESIDENT. "mask.cuh" is generated from the mask's program.
+// MLA_VALUE_SCALES, MLA_V_TRANSPOSED, MLA_FP8_MMA and the tile: MLA_WARPS, MLA_WARP_ROWS, MLA_BLOCK_N, MLA_RESIDENT. "mask.cuh" is
+// generated from the mask's program.
 #pragma once
 #include "chunk.cuh"
 #include "paged.cuh"
@@ -16,7 +17,7 @@ using Rope = MLA_ROPE;  // the rope of the keys as it is stored: Element or e4m3
 using Output = MLA_OUTPUT;
 
 constexpr bool kFp8Data = is_same<Data, e4m3>, kFp8Rope = is_same<Rope, e4m3>;
-// fp8 nope columns beside a 16-bit rope: their scales come before the rope is added, or after it where the rope is stored divided by them.
+// fp8 nope columns: their scales come before the rope's part is added, or after it where the rope is stored divided by them.
 constexpr bool kRopePrescaled = MLA_ROPE_PRESCALED;
 constexpr bool kValueScales = MLA_VALUE_SCALES;  // a scale for each row of v; else one for all of a head's, if any
 // fp8 operands are multiplied as such, where the architecture has tensor cores for them, or widened to 16 bits.

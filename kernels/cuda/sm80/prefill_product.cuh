@@ -152,7 +152,10 @@ MLA_DEVICE void multiply_pv_fp8(Accumulator& o, const Probabilities& probability
 #pragma unroll
     for (int i = 0; i < kMTiles; i++)
 #pragma unroll
-      for (int e = 0; e < 8; e++) o[i][2 * chunk + e / 4][e % 4] += sum[i][e / 4][e % 4];
+      for (int e = 0; e < 8; e++) {
+        float& x = o[i][2 * chunk + e / 4][e % 4];
+        x = __fadd_rn(x, sum[i][e / 4][e % 4]);
+      }
   }
 }
 
