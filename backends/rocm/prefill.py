@@ -258,7 +258,7 @@ class Prefill:
 
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
-        """Yield what is compiled ahead: DeepSeek-V3 steps in bf16, whole and in chunks, at the usual page sizes."""
+        """Yield what is compiled ahead: DeepSeek-V3 steps in bf16, whole and in chunks, and chunks attended in fp8."""
         for dims in SUPPORTED_DIMS:
             for page_size in PAGE_SIZES:
                 for mask in (CausalMask(), NullMask()):
@@ -267,6 +267,17 @@ class Prefill:
                             "prefill", "bf16", out_dtype, dims, page_size, rope="paged", mask=mask.program,
                             features=frozenset(features),
                         )  # fmt: skip
+        if arch == "gfx90a":
+            return
+        scaled = frozenset({"lse", "q_scale", "k_scales", "v_scale", "v_transposed"})
+        for page_size in PAGE_SIZES:
+            for out_dtype in ("bf16", "fp32"):
+                narrow = Problem(
+                    "prefill", "fp8", out_dtype, page_size=page_size, rope="paged", mask=CausalMask().program,
+                    features=scaled, granularity=128,
+                )  # fmt: skip
+                yield narrow
+                yield replace(narrow, dtypes="fp8+bf16_rope", features=scaled | {"split_q"}, granularity=0)
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:

@@ -17,10 +17,12 @@ import mla
 from mla import dispatch, registry
 from mla.backends.rocm import prefill
 from mla.errors import UnsupportedError
+from mla.masks import CausalMask
 from tests.kernels import test_matrix as matrix
 from tests.support import problems
 from tests.support.hip import ARCHS, needs_clang
 from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, PREFILLS, QUANTIZATIONS, STORES
+from tests.support.paged import make_paged
 from tests.support.problems import Case, build
 from tests.support.rocm import Executor, executed, through_public_functions
 from tests.support.tolerance import assert_lse, assert_output
@@ -144,6 +146,28 @@ def test_scales_of_values_that_differ_by_decades(arch: str, executor: Executor, 
     assert_lse(lse, expected_lse, "fp8")
     for row in (~expected.isnan().all(-1)).nonzero():  # each row by itself: a few large ones would hide the others
         assert_output(output[tuple(row)][None], expected[tuple(row)][None], "fp8", 2.0)
+
+
+@pytest.mark.parametrize(("arch", "narrow_cache"), [("gfx942", True), ("gfx950", False)])
+def test_a_job_attended_in_fp8(
+    arch: str, narrow_cache: bool, executor: Executor, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Two chunks, from the plan to the merge, beside the same job on the reference."""
+    fp8 = problems.fp8_dtype(CPU)
+    cache = make_paged((70, 0), (5, 64), 64, dtype=fp8 if narrow_cache else torch.bfloat16)
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randn(69, 1, 192, generator=random).to(torch.bfloat16)
+    weight = (torch.randn(256, 512, generator=random) * 512**-0.5).to(torch.bfloat16)
+    given = (q, cache.cache, cache.layer_idx, weight, cache.input_row_offsets, CausalMask(), 192**-0.5)
+    options = {"buffer_token_size": 128, "seq_lens_cpu": [75, 64], "return_lse": True, "attention_dtype": fp8}
+    output, lse = mla.chunked_prefill(*given, **options, target="rocm")
+    executed_kernels = [name for stats in executor.stats for name in stats.program.kernels]
+    assert executed_kernels.count("mla_prefill") == 2
+    monkeypatch.undo()  # the reference runs as it is
+    dispatch.forget()
+    expected, expected_lse = mla.chunked_prefill(*given, **options, target="cpu")
+    assert_output(output, expected.double(), "fp8")
+    assert_lse(lse, expected_lse.double(), "fp8")
 
 
 @pytest.mark.parametrize(("arch", "dtypes"), [("gfx942", "bf16"), ("gfx942", "fp8")])
