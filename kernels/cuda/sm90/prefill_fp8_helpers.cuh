@@ -1,9 +1,40 @@
-// The other warps of the producer's warpgroup. Key warps bring the scales of each K tile, and its rope rows and its V^T
-// where TMA boxes cannot; transposing warps turn rows of V into V^T.
+// The other warps of the producer's warpgroup. Key warps bring the rope rows and the scales of each K tile, and its V^T
+// where TMA cannot; transposing warps turn rows of V into V^T.
 #pragma once
 #include "prefill_fp8_layout.cuh"
 
-// Rope rows of a tile, 16 bytes a lane, into the order and the swizzle that TMA would have made.
+// Rope rows of a tile, in boxes of every second row.
+MLA_DEVICE void load_rope(const PrefillParams& p, const KeyJob& job, uint32_t to, uint32_t full) {
+  const bool lead = (threadIdx.x & 31) == 0;
+  if constexpr (MLA_ROPE_KIND == kRopePaged) {
+    // One lane a box looks up its page; rows past the last key repeat its box, whose page exists.
+    const int last = (job.keys - 1) / kBox * kBox, mine = (threadIdx.x & 31) * kBox;
+    int page = 0;
+    if (mine < kBlockN)
+      page = page_row(p.page_table, job.sequence)[(job.token + (mine < last ? mine : last)) / kPageSize];
+#pragma unroll
+    for (int first = 0; first < kBlockN; first += kBox) {
+      const int page_of_box = __shfl_sync(~0u, page, first / kBox);
+      const int slot = (job.token + (first < last ? first : last)) % kPageSize;
+      if (lead)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          cp_async_bulk_tensor_3d(to + row_of_key(first + half) * kRopeRowBytes, p.rope, 0, slot + half, page_of_box,
+                                  full, kEvictLast);
+    }
+  } else if (lead) {
+    const bool batched = MLA_ROPE_KIND == kRopeBatched;
+#pragma unroll
+    for (int first = 0; first < kBlockN; first += kKeyBlock)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        cp_async_bulk_tensor_3d(to + row_of_key(first + half) * kRopeRowBytes, p.rope, 0,
+                                (batched ? job.token : job.k_row) + first + half, batched ? job.sequence : 0, full,
+                                kEvictLast);
+  }
+}
+
+// The same, 16 bytes a lane, into the order and the swizzle that TMA would have made.
 MLA_DEVICE void copy_rope(const PrefillParams& p, const KeyJob& job, uint32_t to) {
   constexpr int kChunks = kRopeRowBytes / 16, kRowsAtOnce = 32 / kChunks;
   const int lane = threadIdx.x & 31, rows = job.keys < kBlockN ? job.keys : kBlockN;
@@ -119,8 +150,11 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
     mbarrier_wait_parity(shared.job_full(k.stage()), k.phase());
     const KeyJob job = *shared.job(k.stage());
     if (job.source == kNoMoreKeys) return;
+    const uint32_t rope = shared.k(k.stage()) + kKNopeBytes;
+    if constexpr (kRopeBox > 0)
+      if (job.source == kRopeByTma) load_rope(p, job, rope, shared.k_full(k.stage()));
     if constexpr (kRopeCopy)
-      if (job.source == kRopeByCopy) copy_rope(p, job, shared.k(k.stage()) + kKNopeBytes);
+      if (job.source == kRopeByCopy) copy_rope(p, job, rope);
     bring_scales(p, shared, job, k);
     __syncwarp();
     const bool lead = (threadIdx.x & 31) == 0;

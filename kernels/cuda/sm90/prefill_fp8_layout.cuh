@@ -41,6 +41,7 @@ MLA_DEVICE constexpr int key_of(int i) { return i / 32 * 64 + i / 4 % 4 * 16 + i
 // not allow it.
 constexpr int kRopeBox = MLA_ROPE_BOX;
 constexpr bool kRopeCopy = MLA_ROPE_COPY;
+constexpr int kBox = kRopeBox > 0 ? kRopeBox : kKeyBlock;
 static_assert(kRopeBox % 16 == 0 && (kRopeBox == 0 || kKeyBlock % kRopeBox == 0), "half a box fills whole atoms");
 static_assert(kRopeBox > 0 || kRopeCopy, "rope has to come from somewhere");
 
@@ -111,8 +112,8 @@ struct PrefillParams {
 
 // ---- work of the helper warps ---------------------------------------------------------------------------------------
 
-// Of the producer's warpgroup, beside the producer: warps that bring scales, and what TMA cannot, each for every
-// kKeyWarps-th K tile; and warps that transpose V.
+// Of the producer's warpgroup, beside the producer: key warps, which load roped keys and bring scales and what TMA
+// cannot, each for every kKeyWarps-th K tile; and warps that transpose V.
 constexpr bool kTransposeV = MLA_V_ROWS;
 constexpr int kTransposers = kTransposeV ? 2 : 0, kKeyWarps = 3 - kTransposers;
 static_assert(kStagesK >= kKeyWarps, "the end is told to every one of them");

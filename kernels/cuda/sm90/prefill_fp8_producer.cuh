@@ -3,8 +3,6 @@
 #include "prefill_fp8_layout.cuh"
 #include "prefill_tiles.cuh"
 
-constexpr int kBox = kRopeBox > 0 ? kRopeBox : kKeyBlock;
-
 struct Producer {
   const PrefillParams& p;
   const Shared& shared;
@@ -75,60 +73,29 @@ struct Producer {
   }
 
   // Rows of a tile of keys into their order: the map takes every second row.
-  MLA_DEVICE void load_rows(uint32_t to, const TensorMap& map, int row, uint32_t full) {
+  MLA_DEVICE void load_rows(uint32_t to, const TensorMap& map, int head, int row, uint32_t full) {
 #pragma unroll
     for (int block = 0; block < kBlockN; block += kKeyBlock)
 #pragma unroll
       for (int half = 0; half < 2; half++)
-        cp_async_bulk_tensor_3d(to + row_of_key(block + half) * kRowBytes, map, 0, items->head, row + block + half,
-                                full, kEvictLast);
+        cp_async_bulk_tensor_3d(to + row_of_key(block + half) * kRowBytes, map, 0, head, row + block + half, full,
+                                kEvictLast);
   }
 
+  // A key warp loads the rope part, so that this one has less to do for a tile than the consumers.
   MLA_DEVICE void load_k(uint32_t tile, uint32_t next) {
-    const Item& item = *items;
-    const int first = tile_in(tile) * kBlockN;
-    const bool boxes = rope_boxes();
-    // One lane a rope box looks up its page before the wait; rows past the last key repeat its box, whose page exists.
-    int page = 0, last_box = 0;
-    if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeBox > 0) {
-      last_box = (item.n_keys - 1) / kBox * kBox;
-      const int key = first + lane() * kBox;
-      if (boxes && lane() < kBlockN / kBox)
-        page = page_row(p.page_table, item.sequence)[(item.k_position + (key < last_box ? key : last_box)) / kPageSize];
-    }
     mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
-    const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()), to_rope = to + kKNopeBytes;
     if (lead()) {
+      const Item& item = *items;
+      const int first = tile_in(tile) * kBlockN;
+      const bool boxes = rope_boxes();
+      const uint32_t full = shared.k_full(k.stage());
       shared.head(k.count - kStagesK)->tag = tag_of(tile, 0, next);
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKNopeBytes);
-      load_rows(to, p.k, item.k_row + first, full);
-      post_job(k.stage(), {item.sequence, item.head, item.k_position + first, item.k_row + first, item.n_keys - first,
-                           boxes ? kRopeByTma : kRopeByCopy});
-    }
-    if constexpr (MLA_ROPE_KIND == kRopePaged) {
-      if constexpr (kRopeBox > 0) {
-        if (boxes) {
-#pragma unroll
-          for (int box = 0; box < kBlockN / kBox; box++) {
-            const int page_of_box = __shfl_sync(~0u, page, box), key = first + box * kBox;
-            const int slot = (item.k_position + (key < last_box ? key : last_box)) % kPageSize;
-            if (lead())
-#pragma unroll
-              for (int half = 0; half < 2; half++)
-                cp_async_bulk_tensor_3d(to_rope + row_of_key(box * kBox + half) * kRopeRowBytes, p.rope, 0, slot + half,
-                                        page_of_box, full, kEvictLast);
-          }
-        }
-      }
-    } else if (lead()) {
-      const bool batched = MLA_ROPE_KIND == kRopeBatched;
-      const int row = (batched ? item.k_position : item.k_row) + first;
-#pragma unroll
-      for (int block = 0; block < kBlockN; block += kKeyBlock)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          cp_async_bulk_tensor_3d(to_rope + row_of_key(block + half) * kRopeRowBytes, p.rope, 0, row + block + half,
-                                  batched ? item.sequence : 0, full, kEvictLast);
+      const KeyJob job{item.sequence,      item.head,           item.k_position + first,
+                       item.k_row + first, item.n_keys - first, boxes ? kRopeByTma : kRopeByCopy};
+      post_job(k.stage(), job);
+      load_rows(shared.k(k.stage()), p.k, job.head, job.k_row, full);
     }
     k.advance();
   }
@@ -140,7 +107,7 @@ struct Producer {
       if (lead()) {
         const uint32_t full = shared.raw_full(v.stage());
         mbarrier_arrive_expect_tx(full, kVTileBytes);
-        load_rows(shared.raw(v.stage()), p.v, row, full);
+        load_rows(shared.raw(v.stage()), p.v, items->head, row, full);
       }
     } else if (!values_by_copy(row)) {
       mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
