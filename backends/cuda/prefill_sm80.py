@@ -101,7 +101,8 @@ TILES = {
     ),
     (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
 }
-#: The addresses of a bias and values that are transposed need registers that the largest tile does not leave.
+#: The addresses of a bias, values that are transposed and fp8 that is widened by arithmetic, for want of an instruction,
+#: need registers that the largest tile does not leave.
 _MOST_ACCUMULATORS_WITH_COMPANY = 160
 
 
@@ -113,6 +114,8 @@ def shared_limit(arch: str) -> int:
 def tile_of(problem: Problem, arch: str) -> Tile | None:
     """Choose the first tile that fits the registers and the shared memory of an architecture."""
     alone = not problem.features & {"bias", "v_transposed"}
+    if problem.dtypes.startswith("fp8") and arch in ("sm_80", "sm_86", "sm_87"):
+        alone = False
     for tile in TILES[problem.dims]:
         spacious = alone or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_COMPANY
         if spacious and tile.fits(problem, shared_limit(arch)):
