@@ -101,9 +101,10 @@ TILES = {
     ),
     (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
 }
-#: The addresses of a bias, values that are transposed and fp8 that is widened by arithmetic, for want of an instruction,
-#: need registers that the largest tile does not leave.
+#: The addresses of a bias, values that are transposed and fp8 that is widened by arithmetic need registers that the
+#: largest tile does not leave.
 _MOST_ACCUMULATORS_WITH_COMPANY = 160
+_WITHOUT_FP8_CONVERSION = ("sm_80", "sm_86", "sm_87")
 
 
 def shared_limit(arch: str) -> int:
@@ -113,11 +114,10 @@ def shared_limit(arch: str) -> int:
 
 def tile_of(problem: Problem, arch: str) -> Tile | None:
     """Choose the first tile that fits the registers and the shared memory of an architecture."""
-    alone = not problem.features & {"bias", "v_transposed"}
-    if problem.dtypes.startswith("fp8") and arch in ("sm_80", "sm_86", "sm_87"):
-        alone = False
+    by_arithmetic = problem.dtypes.startswith("fp8") and arch in _WITHOUT_FP8_CONVERSION
+    company = by_arithmetic or problem.features & {"bias", "v_transposed"}
     for tile in TILES[problem.dims]:
-        spacious = alone or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_COMPANY
+        spacious = not company or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_COMPANY
         if spacious and tile.fits(problem, shared_limit(arch)):
             return tile
     return None
