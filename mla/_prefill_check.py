@@ -22,7 +22,7 @@ from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.kv_layouts import GRANULARITIES
 from mla.masks import as_mask
-from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, Problem, RopeKind
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, Problem, RopeKind
 from mla.target import device_arch
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def describe(call: Call) -> Problem:
     aligned = alignment(*(x if isinstance(x, torch.Tensor) else None for x in data))
     if cache is not None:
         aligned = min(aligned, alignment(cache.rope))
+    rope_width = 0 if isinstance(call.k_rope, PagedKVCache) else call.k_rope.shape[-1]
+    rope_column = KV_LORA_RANK if cache is not None else rope_width - QK_ROPE_HEAD_DIM
     features = {
         "lse": call.lse is not None,
         "sinks": call.sinks is not None,
@@ -72,6 +74,7 @@ def describe(call: Call) -> Problem:
         "v_transposed": _is_transposed(call.v),
         "rope_prescaled": call.rope_prescaled and call.q_rope is not None,
         "scales": granularity != 0,
+        "split_rope_scales": rope_column % (granularity or 1) + QK_ROPE_HEAD_DIM > granularity > 0,
     }
     return Problem(
         op="prefill",

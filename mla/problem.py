@@ -61,7 +61,8 @@ class Problem:
     features : frozenset of str
         What beyond the plain operation is asked: ``lse``, ``sinks``, ``softcap``, ``bias``, ``split_q``,
         ``batch_invariant``, ``q_scale``, ``k_scales``, ``v_scale``, ``v_transposed``, ``rope_prescaled``, ``scales``,
-        ``static_scale`` (quantize: the scale is given).
+        ``static_scale`` (quantize: the scale is given), ``split_rope_scales`` (the rope's columns lie in two blocks of
+        the scaled row, so that a key has two scales of rope).
     granularity : int
         Elements that share one scale in a quantised cache or rope; 0 when there are no scales. For quantize 0 says that
         a token shares one, or that the scale is static.

@@ -8,10 +8,10 @@ import torch
 
 from mla.backends.triton.entry import search_steps
 from mla.backends.triton.runtime import Kernel
-from mla.problem import PrefillArgs, Problem
+from mla.problem import KV_LORA_RANK, PrefillArgs, Problem
 
 #: Bits of ``flags``, as kernels/triton/prefill.py reads them.
-HAS_CACHE_OFFSETS, HAS_START_POSITIONS, HAS_KV_LENGTHS, LENGTHS_INCLUDE_NEW = 1, 2, 4, 8
+HAS_CACHE_OFFSETS, HAS_START_POSITIONS, HAS_KV_LENGTHS, LENGTHS_INCLUDE_NEW, V_SCALE_OF_ROWS = 1, 2, 4, 8, 16
 CAPTURES, BIASES = 4, 2
 #: Numbers of a query tile, as the schedule writes them.
 SLOT_FIELDS = 8
@@ -21,13 +21,13 @@ def values_of(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
     """Return every run-time value of a call but ``slots``; another stands in for an absent index tensor."""
     output, q, k, v, lse = args.output, args.q, args.k, args.v, args.lse
     q_rope, scale, cache = args.q_rope, args.softmax_scale, args.cache
-    if scale < 0:  # kernels take the maximum before they scale
+    if scale < 0 and args.q_scale is None:  # kernels take the maximum before they scale; with scales they mind it
         q, q_rope, scale = -q, None if q_rope is None else -q_rope, -scale
     index, offsets, starts, lengths = args.cu_seqlens_q, args.cache_offsets, args.start_positions, args.kv_lengths
     output_t, output_h, _ = output.stride()
     q_t, q_h, _ = q.stride()
     k_t, k_h, _ = k.stride()
-    v_t, v_h, _ = v.stride()
+    v_t, v_h, v_d = v.stride()
     lse_t, lse_h = (0, 0) if lse is None else lse.stride()
     q_rope_t, q_rope_h = (0, 0) if q_rope is None else q_rope.stride()[:2]
     flags = 0 if offsets is None else HAS_CACHE_OFFSETS
@@ -65,6 +65,17 @@ def values_of(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
         "batch_size": index.shape[0] - 1, "num_heads": q.shape[1],
         "c0": None, "c1": None, "c2": None, "c3": None,
     }  # fmt: skip
+    if "v_transposed" in problem.features:
+        values["stride_v_d"] = v_d
+    if args.k_scales is not None:
+        assert args.q_scale is not None
+        values |= {"q_scale": args.q_scale, "stride_q_scale": args.q_scale.stride(0)}
+        values |= {"k_scales": args.k_scales, "stride_k_scales": args.k_scales.stride(0)}
+    if (v_scale := args.v_scale) is not None:
+        values |= {"v_scale": v_scale, "stride_v_scale": v_scale.stride(0) if v_scale.shape[0] > 1 else 0}
+        values["flags"] |= V_SCALE_OF_ROWS if v_scale.ndim == 2 else 0
+    if problem.granularity:
+        values |= _rope_scales(problem, args)
     for slot, capture in enumerate(args.mask.captures_on(q.device)):
         values[f"c{slot}"] = capture
     for slot, bias in enumerate(args.mask.biases):
@@ -73,6 +84,16 @@ def values_of(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
         values |= {f"stride_bias{slot}_q": bias.stride(2)}
         values |= {f"rows_bias{slot}": bias.shape[2], f"cols_bias{slot}": bias.shape[3]}
     return values
+
+
+def _rope_scales(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
+    """Return the scale of each row of an fp8 rope: that of the block of columns which the rope lies in."""
+    cache, granularity = args.cache, problem.granularity
+    column, scales = (args.rope_scale_base, args.rope_scales) if cache is None else (KV_LORA_RANK, cache.scales)
+    assert scales is not None
+    page = scales.stride(0) if problem.rope != "ragged" else 0
+    values: dict[str, Any] = {"stride_rope_scales_page": page, "stride_rope_scales_t": scales.stride(-2)}
+    return values | {"rope_scales": scales[..., column // granularity]}
 
 
 def schedule_batch(values: dict[str, Any], args: PrefillArgs, num_slots: int, schedule: Kernel) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Triton's names of element types by the library's.
 ELEMENT_TYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "u8", "fp8_fnuz": "u8", "int32": "i32"}
 #: Bytes of an element, by both names.
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1, "fp8": 1, "fp8_fnuz": 1}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1, "fp8": 1, "fp8_fnuz": 1, "fp8e4nv": 1, "fp8e4b8": 1}
 
 _MASK_FUNCTIONS = {"MASK_VISIBLE": "mask_visible", "MASK_CLASS": "mask_tile_class", "MASK_BIAS": "mask_bias"}
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from mla.problem import Problem
 
 KIB = 1024
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+#: Triton's names of the 8-bit formats that an architecture's matrix units multiply; elsewhere kernels decode bytes.
+FP8_TYPES = {"sm_89": "fp8e4nv", "sm_9*": "fp8e4nv", "sm_1*": "fp8e4nv", "gfx942": "fp8e4b8", "gfx950": "fp8e4nv"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,18 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "gfx9*": {192: (Tile(128, 32, 4, 1), *_SMALL_AMD), 256: _SMALL_AMD},
     "gfx*": {192: (Tile(64, 32, 8, 1),), 256: (Tile(64, 32, 8, 1),)},
 }
+# 8-bit inputs: two products stand in registers until their scales have met, and where bytes are decoded every thread
+# decodes what it multiplies. A product of fp8 has at least 32 terms, so no tile has fewer keys.
+_FP8_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "sm_8*": {192: (Tile(64, 32, 8, 2),), 256: (Tile(32, 32, 8, 1),)},
+    "sm_12*": {192: (Tile(64, 32, 8, 2),), 256: (Tile(32, 32, 8, 1),)},
+    "sm_9*": {192: (Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)), 256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1))},
+    "sm_10*": {192: (Tile(128, 64, 8, 1), Tile(64, 32, 8, 2)), 256: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1))},
+    "gfx950": {192: (Tile(128, 64, 4, 1), *_SMALL_AMD), 256: (Tile(64, 32, 4, 1),)},
+    "gfx90a": {192: (Tile(128, 32, 4, 1), *_SMALL_AMD), 256: (Tile(32, 32, 4, 1),)},
+    "gfx9*": {192: (Tile(128, 32, 4, 1), *_SMALL_AMD), 256: _SMALL_AMD},
+    "gfx*": {192: (Tile(64, 32, 8, 1),), 256: (Tile(64, 32, 8, 1),)},
+}
 #: The lowest query tile of all tables: what a workspace is sized for.
 LEAST_BLOCK_M = 16
 # float32 runs on the plain arithmetic units (TF32 is never used).
@@ -87,12 +101,23 @@ def shared_bytes(arch: str) -> int:
     return next((size for pattern, size in SHARED_BYTES.items() if fnmatchcase(arch.rstrip("af"), pattern)), 48 * KIB)
 
 
+def fp8_type(arch: str) -> str:
+    """Return the element type that fp8 has in the prefill kernel of an architecture."""
+    return next((kind for pattern, kind in FP8_TYPES.items() if fnmatchcase(arch, pattern)), "u8")
+
+
+def is_fnuz(arch: str) -> bool:
+    """Tell whether fp8 data of an architecture is e4m3fnuz."""
+    return arch.startswith("gfx94")
+
+
 def tiles(arch: str, problem: Problem) -> tuple[Tile, ...]:
     """Return the tiles of an architecture for a problem, the most wanted first."""
-    if problem.dtypes == "fp32":
+    if problem.dtypes.startswith("fp32"):
         return _FLOAT32
     arch = "sm_80" if arch == "cpu" else arch.rstrip("af")
-    return next((table[problem.dims[0]] for pattern, table in _TILES.items() if fnmatchcase(arch, pattern)), ())
+    tables = _FP8_TILES if "fp8" in problem.dtypes else _TILES
+    return next((table[problem.dims[0]] for pattern, table in tables.items() if fnmatchcase(arch, pattern)), ())
 
 
 def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
@@ -103,7 +128,8 @@ def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
     or more stages.
     """
     q_depth, v_head_dim = problem.dims
-    itemsize = ITEMSIZE[problem.dtypes]
+    decoded = "fp8" in problem.dtypes and fp8_type(arch) == "u8"
+    itemsize = ITEMSIZE["fp16" if decoded and problem.dtypes.startswith("fp8") else problem.dtypes.partition("+")[0]]
     biases = 0 if problem.mask is None else sum(ITEMSIZE[bias] for bias in problem.mask.biases)
     stage = tile.block_n * ((q_depth + v_head_dim) * itemsize + tile.block_m * biases)
     if arch.startswith("gfx"):
@@ -113,7 +139,7 @@ def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
     query = tile.block_m * q_depth * itemsize
     if arch.startswith(("sm_9", "sm_10")):
         return query + stages * stage + 2 * KIB
-    return (query if problem.dtypes == "fp32" else 0) + stages * stage + 16 * KIB
+    return (query if problem.dtypes.startswith("fp32") else 0) + stages * stage + 16 * KIB
 
 
 def choose(arch: str, problem: Problem, limit: int) -> Tile | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from mla.backends.triton.arguments import BIASES, CAPTURES, query_tiles, schedul
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.configs import Tile
 from mla.backends.triton.entry import Entry
-from mla.errors import ShapeError, UnsupportedError
+from mla.backends.triton.runtime import TensorMap
+from mla.errors import DTypeError, ShapeError, UnsupportedError
 from mla.masks import CausalMask, NullMask
 from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
 
@@ -30,17 +32,33 @@ def schedule_spec(problem: Problem, block_m: int) -> KernelSpec:
     return KernelSpec("prefill.schedule", tuple(types.items()), constants)
 
 
-def _pointers(problem: Problem, keys: dict[str, str | None]) -> dict[str, str | None]:
+def _elements(problem: Problem, arch: str) -> dict[str, str]:
+    """Return Triton's pointer types of q, k and v (``data``), of q_rope and of rope."""
+    data, _, rope = problem.dtypes.partition("+")
+    fp8 = "*" + configs.fp8_type(arch)
+    element = fp8 if data == "fp8" else "*" + ELEMENT_TYPES[data]
+    if rope == "bf16_rope":
+        return {"data": element, "q_rope": "*bf16", "rope": "*bf16"}
+    return {"data": element, "q_rope": element, "rope": fp8 if rope else element}
+
+
+def _pointers(problem: Problem, arch: str, keys: dict[str, str | None]) -> dict[str, str | None]:
     """Return the pointer parameters that both attention kernels begin with; `keys` stands between q_rope and rope."""
-    element = "*" + ELEMENT_TYPES[problem.dtypes]
+    elements = _elements(problem, arch)
     assert problem.mask is not None
     types: dict[str, str | None] = {"output": "*" + ELEMENT_TYPES[problem.out_dtype]}
     types["lse"] = "*fp32" if "lse" in problem.features else None
-    types |= {"q": element, "q_rope": element if "split_q" in problem.features else None, **keys, "rope": element}
+    types |= {"q": elements["data"], "q_rope": elements["q_rope"] if "split_q" in problem.features else None}
+    types |= {**keys, "rope": elements["rope"]}
     types |= {"page_table": "*i32" if problem.rope == "paged" else None, "page_indptr": "*i32" if problem.csr else None}
     types |= dict.fromkeys(INDEX, "*i32")
     types |= {"sinks": "*fp32" if "sinks" in problem.features else None, "slots": "*i32"}
     return types | {f"c{slot}": "*i32" if slot < len(problem.mask.captures) else None for slot in range(CAPTURES)}
+
+
+def _has_value_map(problem: Problem, arch: str) -> bool:
+    """Tell whether values that lie as columns come by the copy engine: they begin at any row, which loads do badly."""
+    return "v_transposed" in problem.features and problem.alignment >= 16 and arch.startswith(("sm_9", "sm_1"))
 
 
 def strides(types: dict[str, str | None], tensors: tuple[str, ...]) -> dict[str, str | None]:
@@ -57,31 +75,41 @@ def strides(types: dict[str, str | None], tensors: tuple[str, ...]) -> dict[str,
 def divisible(problem: Problem, types: dict[str, str | None]) -> tuple[tuple[str, int], ...]:
     """Return what `Problem.alignment` says about addresses, in bytes, and strides, in elements."""
     divisible = {name: problem.alignment for name in ("output", "q", "q_rope", "k", "v", "rope") if types.get(name)}
-    for name in types:
-        tensor = name.removeprefix("stride_").rpartition("_")[0]
-        if name.startswith("stride_") and tensor in divisible:
-            itemsize = ITEMSIZE[problem.out_dtype if tensor == "output" else problem.dtypes]
-            divisible[name] = max(problem.alignment // itemsize, 1)
+    for tensor in tuple(divisible):
+        elements = max(problem.alignment // ITEMSIZE[str(types[tensor])[1:]], 1)
+        strides = (f"stride_{tensor}_{axis}" for axis in ("t", "h", "d", "page"))
+        divisible |= {name: elements for name in strides if types.get(name)}
     return tuple(divisible.items())
 
 
 def attention_spec(problem: Problem, arch: str, tile: Tile) -> KernelSpec:
     """Describe the attention kernel of any architecture."""
-    element = "*" + ELEMENT_TYPES[problem.dtypes]
     assert problem.mask is not None
-    biases = problem.mask.biases
-    types = _pointers(problem, {"k": element, "v": element})
+    biases, features = problem.mask.biases, problem.features
+    transposed = "v_transposed" in features
+    element = _elements(problem, arch)["data"]
+    mapped = _has_value_map(problem, arch)
+    v_map = f"tensordesc<{element[1:]}[1, {problem.v_head_dim}, {tile.block_n}]>" if mapped else None
+    types = _pointers(problem, arch, {"k": element, "v": element, "v_map": v_map})
     types |= {f"bias{i}": "*" + ELEMENT_TYPES[biases[i]] if i < len(biases) else None for i in range(BIASES)}
+    scales = {name: name in features for name in ("q_scale", "k_scales", "v_scale")}
+    scales["rope_scales"] = problem.granularity > 0
+    types |= {name: "*fp32" if given else None for name, given in scales.items()}
     types |= dict.fromkeys(("batch_size", "num_heads", "flags", "rope_length"), "i32")
     types |= strides(types, ("output", "lse", "q", "q_rope", "k", "v"))
+    types |= {"stride_v_t": None, "stride_v_d": "i32"} if transposed else {"stride_v_d": None}
+    types |= {f"stride_{name}": "i32" if scales[name] else None for name in ("q_scale", "k_scales", "v_scale")}
+    types |= {"stride_rope_scales_page": "i64" if problem.granularity else None}
+    types |= {"stride_rope_scales_t": "i32" if problem.granularity else None}
     for i in range(BIASES):
         types |= {f"stride_bias{i}_{axis}": "i64" if i < len(biases) else None for axis in "bhq"}
         types |= {f"{extent}_bias{i}": "i32" if i < len(biases) else None for extent in ("rows", "cols")}
-    types |= {"scale": "fp32", "softcap": "fp32" if "softcap" in problem.features else None}
+    types |= {"scale": "fp32", "softcap": "fp32" if "softcap" in features else None}
     nope = problem.qk_nope_head_dim
     constants = {
         "BIASES": len(biases),
-        "SOFTCAP": "softcap" in problem.features,
+        "SOFTCAP": "softcap" in features,
+        "PRESCALED": "rope_prescaled" in features,
         "ROPE": problem.rope,
         "PAGE_SIZE": problem.page_size,
         "NOPE": min(nope, 128),
@@ -91,6 +119,8 @@ def attention_spec(problem: Problem, arch: str, tile: Tile) -> KernelSpec:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "L2_BYTES": configs.L2_BYTES,
+        "FNUZ": configs.is_fnuz(arch),
+        "PV_FP8": transposed and configs.fp8_type(arch) != "u8",
         "INTERPRETED": arch == "cpu",
     }
     return KernelSpec(
@@ -142,13 +172,18 @@ class Prefill(Entry):
         arch = runtime.arch_of(device)
         schedule = runtime.load(schedule_spec(problem, tile.block_m), device)
         attention = runtime.load(attention_spec(problem, arch, tile), device)
-        block_m, rows = tile.block_m, max(tile.block_m, tile.block_n)
+        block_m, rows = tile.block_m, max(tile.block_m, tile.block_n, problem.v_head_dim)
+        mapped = _has_value_map(problem, arch)
 
         def run(args: PrefillArgs) -> None:
             if not has_work(args):
                 return
+            if arch == "cpu":
+                _check_format(args)
             values = values_of(problem, args)
             check_strides(values, rows)
+            if mapped:
+                values["v_map"] = TensorMap(args.v.permute(1, 2, 0))
             num_slots = query_tiles(args.q.shape[0], values["batch_size"], block_m)
             schedule_batch(values, args, num_slots, schedule)
             attention.launch(values, num_slots * values["num_heads"])
@@ -163,6 +198,13 @@ class Prefill(Entry):
             for dtypes in ("bf16", "fp16", "fp32"):
                 yield Problem("prefill", dtypes, dtypes, dims, 64, rope="paged", mask=causal, features=features)
         yield Problem("prefill", "bf16", "bf16", page_size=1, csr=True, rope="paged", mask=NullMask().program)
+        scaled = features | {"scales"}
+        paged = partial(Problem, page_size=64, rope="paged", mask=causal)
+        yield paged("prefill", "bf16+fp8_rope", "bf16", features=scaled, granularity=128)
+        scaled |= {"q_scale", "k_scales", "v_scale", "v_transposed"}
+        yield paged("prefill", "fp8", "bf16", features=scaled, granularity=576)
+        scaled = features | {"split_q", "q_scale", "k_scales"}
+        yield Problem("prefill", "fp8+bf16_rope", "bf16", rope="ragged", mask=causal, features=scaled)
         for rope in ("batched", "ragged"):
             everything = features | {"sinks", "softcap", "split_q"}
             yield Problem("prefill", "fp16", "fp32", rope=rope, mask=causal, features=everything)
@@ -172,10 +214,20 @@ def has_work(args: PrefillArgs) -> bool:
     return args.cu_seqlens_q.shape[0] > 1 and args.q.shape[0] > 0 and args.q.shape[1] > 0
 
 
+def _check_format(args: PrefillArgs) -> None:
+    """Refuse what the interpreter would decode wrongly; devices have one 8-bit format, which is checked before."""
+    rope = args.rope if args.cache is None else args.cache.rope
+    for name, tensor in (("k", args.k), ("k_rope", rope)):
+        if tensor is not None and tensor.dtype == torch.float8_e4m3fnuz:
+            raise DTypeError(f"{name} is {tensor.dtype}; under Triton's interpreter fp8 is {torch.float8_e4m3fn}")
+
+
 def check_strides(values: dict[str, Any], rows: int) -> None:
     """Refuse what the kernels' 32-bit offsets inside a tile cannot reach."""
-    names = ("stride_output_t", "stride_q_t", "stride_k_t", "stride_v_t", "stride_rope_t")
+    names = ["stride_output_t", "stride_q_t", "stride_k_t", "stride_v_t", "stride_rope_t"]
+    if "stride_v_d" in values:
+        names[3] = "stride_v_d"
     if max(map(values.__getitem__, names)) * rows >= 1 << 31:
         name = max(names, key=values.__getitem__)
-        tensor = name.removeprefix("stride_").removesuffix("_t")
+        tensor = name.removeprefix("stride_")[:-2]
         raise ShapeError(f"{tensor}: a row stride of {values[name]} elements is too wide for this kernel")

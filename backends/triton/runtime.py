@@ -75,7 +75,7 @@ class Kernel:
     """A kernel loaded for one device; made by `load`."""
 
     def __init__(self, spec: KernelSpec, device: torch.device) -> None:
-        self.spec = spec
+        self.spec, self._types = spec, dict(spec.types)
         self.device_index = device.index
         function, fixed = compiler.function(spec), compiler.constants(spec)
         names = function.arg_names
@@ -109,7 +109,9 @@ class Kernel:
             arguments[place] = values[name]
         if self._interpreted is not None:
             for place, name in self._pointers:
-                arguments[place] = values[name]
+                tensor = values[name]
+                bytewise = tensor is not None and self._types[name] == "*u8"
+                arguments[place] = tensor.view(torch.uint8) if bytewise else tensor
             self._interpreted[grid_x, grid_y](*arguments)
             return
         for place, name in self._pointers:

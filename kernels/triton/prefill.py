@@ -25,7 +25,7 @@ L2 and BLOCK_M BLOCK_N exponentials; bound by the tensor cores and the power lim
 import triton
 import triton.language as tl
 
-from .formats import narrow
+from .formats import narrow, widen
 from .gather import search
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -38,6 +38,11 @@ HAS_CACHE_OFFSETS = tl.constexpr(1)
 HAS_START_POSITIONS = tl.constexpr(2)
 HAS_KV_LENGTHS = tl.constexpr(4)
 LENGTHS_INCLUDE_NEW = tl.constexpr(8)
+V_SCALE_OF_ROWS = tl.constexpr(16)
+# Scales of a key: columns of the tile that they are loaded in.
+ROPE_SCALE = tl.constexpr(0)
+K_SCALE = tl.constexpr(1)
+KINDS = tl.constexpr(4)
 # Numbers of a slot: sequence, slot of its first tile, and what `_sequence` returns.
 SLOT_FIELDS = tl.constexpr(8)
 # Tiles classified at a time in the search for the end of a run.
@@ -159,12 +164,43 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _add_values(acc, p, r_v, INTERPRETED: tl.constexpr):
+    p = narrow(p, r_v.dtype, INTERPRETED)
+    if r_v.dtype.is_fp8():
+        # A product of its own: tensor cores cut sums of fp8 products off, which long rows would pay for.
+        return acc + tl.dot(p, r_v, max_num_imprecise_acc=p.shape[1])
+    return _dot(p, r_v, acc, INTERPRETED)
+
+
+@triton.jit
+def _turned(x, sign, INTERPRETED: tl.constexpr):
+    return narrow(x.to(tl.float32) * sign, x.dtype, INTERPRETED)
+
+
+@triton.jit
 def _rows(base, offs_n, stride, offs_d, inside, MASKED: tl.constexpr):
     """Load [BLOCK_N, width] rows; those not inside are zero."""
     at = base + offs_n[:, None] * stride + offs_d[None, :]
     if MASKED:
         return tl.load(at, mask=inside[:, None], other=0.0)
     return tl.load(at)
+
+
+@triton.jit
+def _values(at_v, v_map, h, k_row, j, offs_n, offs_v, stride_v_t, stride_v_d, inside, MASKED: tl.constexpr):
+    """Load [BLOCK_N, V] values, which may lie as columns; those not inside are zero."""
+    if v_map is not None:
+        columns = v_map.load([h, 0, k_row + j]).reshape(offs_v.shape[0], offs_n.shape[0])
+        if MASKED:
+            codes = tl.where(inside[None, :], columns.to(tl.uint8, bitcast=True), 0)
+            columns = codes.to(columns.dtype, bitcast=True)
+        r_v = tl.trans(columns)
+    elif stride_v_d is not None:
+        at = at_v + j + offs_v[:, None] * stride_v_d + offs_n[None, :]
+        r_v = tl.trans(tl.load(at, mask=inside[None, :], other=0.0))
+    else:
+        r_v = _rows(at_v + j.to(tl.int64) * stride_v_t, offs_n, stride_v_t, offs_v, inside, MASKED)
+    return r_v
 
 
 @triton.jit
@@ -199,6 +235,7 @@ def prefill(
     q_rope,
     k,
     v,
+    v_map,
     rope,
     page_table,
     page_indptr,
@@ -216,6 +253,10 @@ def prefill(
     c3,
     bias0,
     bias1,
+    q_scale,
+    k_scales,
+    v_scale,
+    rope_scales,
     batch_size,
     num_heads,
     flags,
@@ -235,6 +276,12 @@ def prefill(
     stride_rope_page,
     stride_rope_t,
     stride_table,
+    stride_v_d,
+    stride_q_scale,
+    stride_k_scales,
+    stride_v_scale,
+    stride_rope_scales_page,
+    stride_rope_scales_t,
     stride_bias0_b,
     stride_bias0_h,
     stride_bias0_q,
@@ -252,6 +299,7 @@ def prefill(
     MASK_BIAS: tl.constexpr,
     BIASES: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PRESCALED: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NOPE: tl.constexpr,
@@ -261,8 +309,12 @@ def prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     L2_BYTES: tl.constexpr,
+    FNUZ: tl.constexpr,
+    PV_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    OPERAND: tl.constexpr = tl.float16 if k.dtype.element_ty == tl.uint8 else k.dtype.element_ty
+    P_EXPONENT: tl.constexpr = (7 if FNUZ else 8) if PV_FP8 else 0
     # Which sequence, head and query tile.
     item = tl.program_id(0)
     if batch_size > 1:
@@ -309,27 +361,54 @@ def prefill(
         at_q_rope = q_rope + t_first * stride_q_rope_t + head * stride_q_rope_h
     else:
         at_q_rope = at_q + (NOPE + NOPE_TAIL)
-    r_q = _rows(at_q, offs_m, stride_q_t, offs_nope, m_inside, True)
+    r_q = widen(_rows(at_q, offs_m, stride_q_t, offs_nope, m_inside, True), OPERAND, FNUZ)
     r_q_rope = _rows(
         at_q_rope, offs_m, stride_q_rope_t if q_rope is not None else stride_q_t, offs_rope, m_inside, True
     )
+    r_q_rope = widen(r_q_rope, OPERAND, FNUZ)
     if NOPE_TAIL > 0:
         offs_tail = tl.arange(0, NOPE_TAIL)
-        r_q_tail = _rows(at_q + NOPE, offs_m, stride_q_t, offs_tail, m_inside, True)
+        r_q_tail = widen(_rows(at_q + NOPE, offs_m, stride_q_t, offs_tail, m_inside, True), OPERAND, FNUZ)
     factor = scale if SOFTCAP else scale * LOG2E
+    r_factor = factor  # of a row, in the shape of scores
+    if q_scale is not None:
+        r_q_scale = tl.load(q_scale + (t_first + offs_m) * stride_q_scale, mask=m_inside, other=0.0)
+        factor = factor * (r_q_scale if PRESCALED or q_rope is None else tl.full([BLOCK_M], 1.0, tl.float32))
+        # Maxima are taken before the scale: a negative one turns the queries.
+        sign = tl.where(factor < 0, -1.0, 1.0)[:, None]
+        factor = tl.abs(factor)
+        r_factor = factor[:, None]
+        r_q = _turned(r_q, sign, INTERPRETED)
+        r_q_rope = _turned(r_q_rope, sign, INTERPRETED)
+        if NOPE_TAIL > 0:
+            r_q_tail = _turned(r_q_tail, sign, INTERPRETED)
 
     # Bases of this sequence and head.
     at_k = k + k_row.to(tl.int64) * stride_k_t + head * stride_k_h
-    at_v = v + k_row.to(tl.int64) * stride_v_t + head * stride_v_h
+    at_v = v + k_row.to(tl.int64) * (1 if stride_v_d is not None else stride_v_t) + head * stride_v_h
     if ROPE == "paged":
         if page_indptr is not None:
             table = page_table + tl.load(page_indptr + b)
         else:
             table = page_table + b.to(tl.int64) * stride_table
-    elif ROPE == "batched":
-        at_rope = rope + b.to(tl.int64) * stride_rope_page + offset.to(tl.int64) * stride_rope_t
     else:
-        at_rope = rope + k_row.to(tl.int64) * stride_rope_t
+        # The first key's row of a rope that lies as k does, or of one with rows for every position.
+        rope_row = offset.to(tl.int64) if ROPE == "batched" else k_row.to(tl.int64)
+        at_rope = rope + rope_row * stride_rope_t
+        if rope_scales is not None:
+            at_rope_scales = rope_scales + rope_row * stride_rope_scales_t
+        if ROPE == "batched":
+            at_rope += b.to(tl.int64) * stride_rope_page
+            if rope_scales is not None:
+                at_rope_scales += b.to(tl.int64) * stride_rope_scales_page
+    if k_scales is not None:
+        at_k_scales = k_scales + k_row.to(tl.int64) * stride_k_scales
+    if v_scale is not None:
+        v_scale_of_rows = (flags & V_SCALE_OF_ROWS) != 0
+        at_v_scale = v_scale + tl.where(v_scale_of_rows, k_row, h).to(tl.int64) * stride_v_scale
+        v_unit = tl.load(at_v_scale, mask=not v_scale_of_rows, other=0.0)  # acc counts in it
+
+    kinds = tl.arange(0, KINDS)[None, :]
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -355,27 +434,62 @@ def prefill(
                 inside = key < n_keys
                 j64 = j.to(tl.int64)
                 r_k = _rows(at_k + j64 * stride_k_t, offs_n, stride_k_t, offs_nope, inside, MASKED)
+                r_k = widen(r_k, OPERAND, FNUZ)
                 if ROPE == "paged":
                     position = offset + key
                     if MASKED:
-                        page = tl.load(table + position // PAGE_SIZE, mask=inside, other=0)
+                        page = tl.load(table + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
                     else:
-                        page = tl.load(table + position // PAGE_SIZE)
-                    where_rope = page.to(tl.int64) * stride_rope_page + (position % PAGE_SIZE) * stride_rope_t
-                    r_rope = _rows(rope, where_rope, 1, offs_rope, inside, MASKED)
+                        page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+                    slot = position % PAGE_SIZE
+                    r_rope = _rows(rope, page * stride_rope_page + slot * stride_rope_t, 1, offs_rope, inside, MASKED)
+                    if rope_scales is not None:
+                        where_rope_scale = rope_scales + page * stride_rope_scales_page + slot * stride_rope_scales_t
                 else:
                     r_rope = _rows(at_rope + j64 * stride_rope_t, offs_n, stride_rope_t, offs_rope, inside, MASKED)
-                r_v = _rows(at_v + j64 * stride_v_t, offs_n, stride_v_t, offs_v, inside, MASKED)
-                s = _dot(r_q, tl.trans(r_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
+                    if rope_scales is not None:
+                        where_rope_scale = at_rope_scales + key * stride_rope_scales_t
+                r_rope = widen(r_rope, r_q_rope.dtype, FNUZ)
+                r_v = _values(at_v, v_map, h, k_row, j, offs_n, offs_v, stride_v_t, stride_v_d, inside, MASKED)
+                if not PV_FP8:
+                    r_v = widen(r_v, tl.float16, FNUZ)
+
+                if rope_scales is not None or k_scales is not None:
+                    # One load for all scales of a tile's keys: smaller ones Triton repeats in every thread that needs
+                    # an element.
+                    if k_scales is not None:
+                        where_scale = (at_k_scales + key * stride_k_scales)[:, None]
+                        if rope_scales is not None:
+                            where_scale = tl.where(kinds == ROPE_SCALE, where_rope_scale[:, None], where_scale)
+                    else:
+                        where_scale = where_rope_scale[:, None]
+                    wanted = inside[:, None] & (kinds <= K_SCALE)
+                    key_scales = tl.load(tl.broadcast_to(where_scale, [BLOCK_N, KINDS]), mask=wanted, other=0.0)
+                    pairs, _ = tl.split(tl.trans(tl.reshape(key_scales, [BLOCK_N, 2, 2]), 0, 2, 1))
+                    r_rope_scale, r_k_scale = tl.split(pairs)
+
+                zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                s = _dot(r_q_rope, tl.trans(r_rope), zeros, INTERPRETED)
+                if rope_scales is not None:
+                    s *= r_rope_scale[None, :]
+                apart: tl.constexpr = k_scales is not None and not PRESCALED  # the rope has no part in the scales of k
+                nope = _dot(r_q, tl.trans(r_k), zeros if apart else s, INTERPRETED)
                 if NOPE_TAIL > 0:
                     r_k_tail = _rows(at_k + NOPE + j64 * stride_k_t, offs_n, stride_k_t, offs_tail, inside, MASKED)
-                    s = _dot(r_q_tail, tl.trans(r_k_tail), s, INTERPRETED)
-                s = _dot(r_q_rope, tl.trans(r_rope), s, INTERPRETED)
+                    nope = _dot(r_q_tail, tl.trans(widen(r_k_tail, OPERAND, FNUZ)), nope, INTERPRETED)
+                if k_scales is not None:
+                    nope *= r_k_scale[None, :]
+                if apart:
+                    if q_rope is not None:
+                        nope *= r_q_scale[:, None]
+                    s += nope
+                else:
+                    s = nope
                 if SOFTCAP:
-                    s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(s * (factor / softcap) * (2.0 * LOG2E))))
+                    s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(s * (r_factor / softcap) * (2.0 * LOG2E))))
                 if MASKED:
                     if not SOFTCAP:
-                        s *= factor
+                        s *= r_factor
                     row = m_first + offs_m[:, None]
                     col = offset + key[None, :]
                     visible = MASK_VISIBLE(b, h, start + row, col, c0, c1, c2, c3) & inside[None, :]
@@ -386,20 +500,27 @@ def prefill(
                             bias0, stride_bias0_b, stride_bias0_h, stride_bias0_q, rows_bias0, cols_bias0,
                             bias1, stride_bias1_b, stride_bias1_h, stride_bias1_q, rows_bias1, cols_bias1,
                         )  # fmt: skip
-                    m_new = tl.maximum(m_i, tl.max(s, 1))
+                    m_new = tl.maximum(m_i, tl.max(s, 1) - P_EXPONENT)
                     base = tl.where(m_new == float("-inf"), 0.0, m_new)
                     p = tl.exp2(s - base[:, None])
                 elif SOFTCAP:
-                    m_new = tl.maximum(m_i, tl.max(s, 1))
+                    m_new = tl.maximum(m_i, tl.max(s, 1) - P_EXPONENT)
                     base = m_new
                     p = tl.exp2(s - base[:, None])
                 else:
-                    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
+                    m_new = tl.maximum(m_i, tl.max(s, 1) * factor - P_EXPONENT)
                     base = m_new
-                    p = tl.exp2(s * factor - base[:, None])
+                    p = tl.exp2(s * r_factor - base[:, None])
                 correction = tl.exp2(m_i - base)
                 l_i = l_i * correction + tl.sum(p, 1)
-                acc = _dot(narrow(p, r_v.dtype, INTERPRETED), r_v, acc * correction[:, None], INTERPRETED)
+                if v_scale is not None:  # noqa: SIM102 (the second is a value of the device)
+                    if v_scale_of_rows:
+                        r_v_scale = tl.load(at_v_scale + key * stride_v_scale, mask=inside, other=0.0)
+                        unit = tl.maximum(v_unit, tl.max(tl.abs(r_v_scale), 0))
+                        p *= (r_v_scale / tl.where(unit > 0, unit, 1.0))[None, :]
+                        correction *= tl.where(unit > 0, v_unit / unit, 1.0)
+                        v_unit = unit
+                acc = _add_values(acc * correction[:, None], p, r_v, INTERPRETED)
                 m_i = m_new
         n = end
 
@@ -413,7 +534,10 @@ def prefill(
         acc *= correction[:, None]
         m_i = m_new
     empty = l_i == 0.0
-    acc *= tl.where(empty, 0.0, 1.0 / l_i)[:, None]
+    weight = 1.0 / l_i
+    if v_scale is not None:
+        weight *= v_unit
+    acc *= tl.where(empty, 0.0, weight)[:, None]
     at_output = output + t_first * stride_output_t + head * stride_output_h
     target = at_output + offs_m[:, None] * stride_output_t + offs_v[None, :]
     tl.store(target, narrow(acc, output.dtype.element_ty, INTERPRETED), mask=m_inside[:, None])

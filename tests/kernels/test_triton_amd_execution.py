@@ -16,6 +16,7 @@ import torch
 from mla import dispatch, registry
 from mla.errors import UnsupportedError
 from tests.kernels import test_matrix as matrix
+from tests.support import problems
 from tests.support.matrix_cases import EDGES, GATHERS, MERGES, PLANS, QUANTIZATIONS, STORES
 from tests.support.problems import Case
 from tests.support.triton_amd import Executor, executed
@@ -36,6 +37,14 @@ PREFILLS = [
     Case(heads=1, rope="ragged", mask="checkered", lengths=((37, 70), (100, 7))),
     Case(heads=1, lengths=((20, 40), (0, 5)), dtypes="fp32"),
 ]
+FP8 = [
+    Case(dtypes="fp8", heads=1, lengths=((20, 40), (0, 5), (0, 0)), v_transposed=True),
+    Case(dtypes="fp8", heads=1, lengths=((20, 40), (0, 5)), rope="batched", rope_width=576, v_scale="row"),
+    Case(dtypes="fp8+bf16_rope", heads=1, lengths=((20, 40),), prescaled=False, v_scale="row", v_transposed=True),
+    Case(dtypes="fp8+bf16_rope", heads=1, lengths=((20, 40), (0, 5)), page_size=1, csr=True),
+    Case(dtypes="bf16+fp8_rope", heads=1, lengths=((20, 40), (0, 5)), page_size=16, granularity=576),
+    Case(dtypes="fp32+fp8_rope", heads=1, lengths=((0, 35),), rope="ragged", granularity=64),
+]
 #: gfx942 runs every case; the others every how many-th.
 STRIDE = {"gfx90a": 4, "gfx942": 1, "gfx950": 4}
 
@@ -55,7 +64,8 @@ def executor(arch: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[
     executor = Executor(arch, seed)
     executed(monkeypatch, executor)
     fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-    monkeypatch.setattr(matrix, "fp8_dtype", lambda device: fp8)
+    for module in (matrix, problems):
+        monkeypatch.setattr(module, "fp8_dtype", lambda device: fp8)
     yield executor
     dispatch.forget()
 
@@ -73,6 +83,11 @@ def run(test: Any, executor: Executor, *arguments: Any) -> None:
 def test_prefill(arch: str, case: Case, executor: Executor, seed: int) -> None:
     run(matrix.test_prefill, executor, implementation("prefill"), CPU, case, "triton", seed)
     assert {name for name, _ in executor.stats} == {"prefill.schedule", "prefill.prefill"}
+
+
+@every(FP8)
+def test_prefill_fp8(arch: str, case: Case, executor: Executor, seed: int) -> None:
+    run(matrix.test_prefill, executor, implementation("prefill"), CPU, case, "triton", seed)
 
 
 @every(PLANS)

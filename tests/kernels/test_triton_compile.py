@@ -84,6 +84,25 @@ def test_compiles_without_spills(arch: str, entry: Any, index: int, problem: Pro
         assert not copies_before_exec(kernel.asm.get("amdgcn", ""))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
+def test_the_bound_of_a_tile_holds_for_fp8(arch: str) -> None:
+    for problem in (problem for problem in Prefill.problems(arch) if "fp8" in problem.dtypes):
+        tile = configs.choose(arch, problem, configs.shared_bytes(arch))
+        assert tile is not None
+        kernel = compiler.build(Prefill.specs(problem, arch)[1], arch)
+        assert kernel.metadata.shared <= configs.tile_bytes(tile, arch, problem)
+
+
+@pytest.mark.parametrize(("arch", "instruction"), [
+    ("sm_89", r"mma\.sync\S*\.e4m3\.e4m3"), ("sm_90a", r"wgmma\S*\.e4m3\.e4m3"), ("gfx942", "v_mfma_f32_\\w+_fp8_fp8"),
+])  # fmt: skip
+def test_both_products_of_fp8_are_those_of_the_matrix_unit(arch: str, instruction: str) -> None:
+    (problem,) = (problem for problem in Prefill.problems(arch) if "v_transposed" in problem.features)
+    asm = compiler.build(Prefill.specs(problem, arch)[1], arch).asm
+    text = asm.get("ptx") or asm["amdgcn"]
+    assert re.search(instruction, text) and not re.search(r"mma\S*(f32_\w+_b?f16|\.b?f16\.b?f16)", text)
+
+
 def test_a_copy_before_exec_is_found() -> None:
     text = ".LBB0_78:\n\tv_accvgpr_write_b32 a62, v150\n\ts_or_b64 exec, exec, s[0:1]\n"
     assert copies_before_exec(text) == ["v_accvgpr_write_b32 a62, v150"]

@@ -29,6 +29,7 @@ SELECTIONS = {
     "merge": "test_merge and triton",
     "quantize": "test_quantize and triton",
     "prefill": "test_prefill and triton.any and (default or sink_window or softcap)",
+    "fp8 prefill": "test_prefill and triton.any and (fp16+fp8_rope] or number or 0.05)",
 }
 
 

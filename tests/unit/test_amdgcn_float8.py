@@ -74,6 +74,22 @@ def test_widening(arch: str) -> None:
             np.testing.assert_array_equal(wave.f[row], float8_table("fp8", arch)[byte ^ flipped])
 
 
+def test_widening_with_a_scale() -> None:
+    """Only the exponent of the scale counts."""
+    byte, scale = np.arange(64, dtype=np.uint32), np.resize(np.float32([1, 1.75, 0.25, 6]), 64)
+    wave = new_wave()
+    wave.v[4], wave.f[5] = byte | (byte ^ 0xFF) << 8 | (byte ^ 0x55) << 16 | (byte ^ 0x81) << 24, scale
+    lower, upper = (
+        "v_cvt_scalef32_pk_f32_fp8 v[0:1], v4, v5",
+        "v_cvt_scalef32_pk_f32_fp8 v[2:3], v4, 1.0 op_sel:[1,0,0]",
+    )
+    execute(wave, f"{lower}\n{upper}", "gfx950")
+    table = float8_table("fp8", "gfx950")
+    for row, flipped in enumerate((0, 0xFF, 0x55, 0x81)):
+        power = np.exp2(np.floor(np.log2(scale))) if row < 2 else 1
+        np.testing.assert_array_equal(wave.f[row], table[byte ^ flipped] * power)
+
+
 def test_row_broadcast(seed: int) -> None:
     """Each lane reads lane N of its row of 16."""
     x, y = np.random.default_rng(seed).standard_normal((2, 64)).astype(np.float32)

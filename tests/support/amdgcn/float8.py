@@ -67,19 +67,24 @@ def fp8_bits(x: np.ndarray, arch: str) -> np.ndarray:
 
 def decode(ins: Instruction, arch: str) -> Callable[[Wave], Any] | None:
     """Closure of a conversion between two float32 and two bytes, None when it is another instruction."""
-    if ins.name == "v_cvt_pk_f32_fp8":
+    if ins.name in ("v_cvt_pk_f32_fp8", "v_cvt_scalef32_pk_f32_fp8"):
         return _widen(ins, arch)
     return _narrow(ins, arch) if ins.name == "v_cvt_pk_fp8_f32" else None
 
 
 def _widen(ins: Instruction, arch: str) -> Callable[[Wave], Any]:
+    """op_sel[0] takes the upper half of the source; a scale, on gfx950, counts by its exponent, 2^(e - 127)."""
     row, table = vector(ins.operands[0]), float8_table("fp8", arch)
     read = reader(ins.operands[1], "u32", select=ins.modifiers.get("src0_sel", ""))
+    read_scale = reader(ins.operands[2], "f32") if len(ins.operands) > 2 else None
+    first = U32(16 * op_sel(ins, "op_sel", 0, 1)[0])
 
     def step(w: Wave) -> None:
-        pair = np.broadcast_to(read(w), 64)
+        pair = np.broadcast_to(read(w), 64) >> first
+        scale = np.float32(1) if read_scale is None else np.asarray(read_scale(w))
+        power = (scale.view(U32) & U32(0x7F800000)).view(np.float32)
         for n in range(2):
-            w.put(row + n, table[pair >> U32(8 * n) & U32(0xFF)].view(U32))
+            w.put(row + n, (table[pair >> U32(8 * n) & U32(0xFF)] * power).view(U32))
 
     return step
 
