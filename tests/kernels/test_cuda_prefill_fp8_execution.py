@@ -16,7 +16,7 @@ import torch
 import mla
 from mla import dispatch
 from mla.backends.cuda.prefill_fp8_sm90 import PrefillFp8Sm90
-from tests.support.cuda_execution import Executor, Mutation, executed, needs_compiler
+from tests.support.cuda_execution import Executor, HostFault, Mutation, executed, needs_compiler
 from tests.support.problems import Case, PrefillProblem, build
 from tests.support.tolerance import assert_lse, assert_output
 
@@ -24,16 +24,20 @@ pytestmark = needs_compiler
 Run = Callable[..., Executor]
 
 FP8 = Case(dtypes="fp8", lengths=((200, 130), (0, 1)), heads=2)
+FULL = pytest.mark.full_matrix
+#: The first few stand for the others, of which each takes as long as its kernel takes to compile.
 CASES = [
+    dataclasses.replace(FP8, v_scale="row", mask="none", page_size=1),
+    dataclasses.replace(FP8, rope="ragged", overrides=False, lengths=((0, 201), (130, 7), (0, 14)), v_transposed=True),
+    dataclasses.replace(FP8, dtypes="fp8+bf16_rope", chunk=(100, 200), page_size=16, out_dtype="fp32", heads=1),
+]
+CASES_FULL = [
     FP8,
     dataclasses.replace(FP8, v_transposed=True, v_scale="number"),
     dataclasses.replace(FP8, dtypes="fp8+bf16_rope"),
     dataclasses.replace(FP8, dtypes="fp8+bf16_rope", prescaled=False, v_scale="", v_transposed=True),
-    dataclasses.replace(FP8, v_scale="row", mask="none", page_size=1),
     dataclasses.replace(FP8, rope="batched", rope_width=576, granularity=64, mask="sliding"),
     dataclasses.replace(FP8, rope="ragged", sinks=True, heads=1),
-    dataclasses.replace(FP8, dtypes="fp8+bf16_rope", chunk=(100, 200), page_size=16, out_dtype="fp32", heads=1),
-    dataclasses.replace(FP8, rope="ragged", overrides=False, lengths=((0, 201), (130, 7), (0, 14)), v_transposed=True),
     dataclasses.replace(FP8, softcap=5.0, mask="causal_bias", heads=1, scale=-0.1),
 ]
 
@@ -61,7 +65,7 @@ def check(problem: PrefillProblem) -> None:
     assert_lse(lse, expected_lse, "fp8")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=FULL) for case in CASES_FULL)], ids=str)
 def test_prefill(case: Case, on_host: Run, seed: int) -> None:
     executor = on_host()
     check(build(case, "cpu", seed))
@@ -78,8 +82,8 @@ def with_one_scale(case: Case, seed: int) -> PrefillProblem:
     return problem
 
 
-@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
-@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("dtypes", ["fp8", pytest.param("fp8+bf16_rope", marks=FULL)])
+@pytest.mark.parametrize("lse", [False, pytest.param(True, marks=FULL)])
 def test_one_scale_for_all_keys(dtypes: str, lse: bool, on_host: Run, seed: int) -> None:
     """Without an LSE the tensor cores add up the rows of P."""
     on_host()
@@ -110,9 +114,46 @@ def test_a_row_does_not_depend_on_its_neighbours(on_host: Run, seed: int) -> Non
     check(problem)
 
 
+@FULL
 def test_a_large_batch(on_host: Run, seed: int) -> None:
     """More sequences than a warp sorts; a kernel of its own orders them."""
     executor = on_host()
     lengths = tuple((b % 7 * 30, 1 + b % 3 if b % 4 else 0) for b in range(40))
     check(build(dataclasses.replace(FP8, lengths=lengths, heads=1, page_size=16), "cpu", seed))
     assert len(executor.launched) == 2
+
+
+FAULTS = {
+    "diagonal_shifted": ("int ahead = item.q_position", "int ahead = 1 + item.q_position"),
+    "keys_in_their_own_order": ("key / kKeyBlock * kKeyBlock + key % 2 * 32 + key % kKeyBlock / 2", "key"),
+    "scales_given_back_too_early": ("if constexpr (kBody == Body::kUniform) release", "release"),
+}
+FAULTS_FULL = {
+    "row_scales_wrong": ("p.q_scale[(item->q_row + at)", "p.q_scale[(item->q_row + (at ^ 1))"),
+    "slot_of_scales_wrong": ("token % kPageSize : token}", "token % kPageSize ^ 1 : token}"),
+    "values_past_the_last_key": ("if (keys >= kBlockN) return;", "return;"),
+    "columns_swapped": ("lane < 16 ? 0x6240 : 0x7351", "lane < 16 ? 0x7351 : 0x6240"),
+    "sums_not_moved": ("sums.l[r] *= alpha;", ""),
+    "values_never_given_back": (
+        "release(shared.v_empty(v.stage()));\n    v.advance();\n    if",
+        "v.advance();\n    if",
+    ),
+    "probabilities_out_of_place": ("words[2 * u + r] =", "words[(2 * u + r) ^ 2] ="),
+    "second_half_from_the_first": ("row + block + half, full", "row + half, full"),
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *(pytest.param(*fault, id=name) for name, fault in FAULTS.items()),
+        *(pytest.param(*fault, id=name, marks=FULL) for name, fault in FAULTS_FULL.items()),
+    ],
+)
+def test_a_fault_is_caught(old: str, new: str, on_host: Run, seed: int) -> None:
+    on_host(lambda text: text.replace(old, new))
+    try:
+        check(build(dataclasses.replace(FP8, scale=0.15), "cpu", seed))
+    except (AssertionError, HostFault):
+        return
+    pytest.fail("the fault was not seen")
