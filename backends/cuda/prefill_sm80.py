@@ -105,6 +105,8 @@ TILES = {
 #: largest tile does not leave.
 _MOST_ACCUMULATORS_WITH_COMPANY = 160
 _WITHOUT_FP8_CONVERSION = ("sm_80", "sm_86", "sm_87")
+#: Architectures whose mma.sync multiplies e4m3; on others ptxas would widen the operands of each warp anew.
+FP8_MMA_ARCHS = ("sm_89", "sm_12*")
 
 
 def shared_limit(arch: str) -> int:
@@ -121,10 +123,6 @@ def tile_of(problem: Problem, arch: str) -> Tile | None:
         if spacious and tile.fits(problem, shared_limit(arch)):
             return tile
     return None
-
-
-#: Architectures whose mma.sync multiplies e4m3; on others ptxas would widen the operands of each warp anew.
-FP8_MMA_ARCHS = ("sm_89", "sm_12*")
 
 
 def multiplies_fp8(problem: Problem, arch: str) -> bool:

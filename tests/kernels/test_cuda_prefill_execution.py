@@ -130,7 +130,7 @@ FAULTS = {
     "last_key_ignored": ("bool visible = column_step(j, e) < limit", "bool visible = true"),
     "values_past_the_last_key": ("cp_async_cg_16(to, from, counts ? 16 : 0)", "cp_async_cg_16(to, from, 16)"),
     "rescale_dropped": ("if (__any_sync(~0u, moved))", "if (false)"),
-    "swizzle_of_reads_only": ("(at ^ (step % 4 << 5))", "(at + (step % 4 << 5))"),
+    "swizzle_of_reads_only": ("(at ^ step % kSteps * SPAN)", "(at + step % kSteps * SPAN)"),
     "first_barrier_dropped": ("__syncthreads();  // barrier 1", ""),
     "second_barrier_dropped": ("__syncthreads();  // barrier 2", ""),
     "wait_for_values_dropped": ("cp_async_wait_group<1>()", "cp_async_wait_group<2>()"),
@@ -143,14 +143,9 @@ FP8_FAULTS = {
         "four[4] = {y[first], y[first + 1], x[first], x[first + 1]}",
     ),
     "scale_of_another_key": ("s[i][j][e] *= e % 2 ? scale.y : scale.x", "s[i][j][e] *= scale.x"),
-    "scale_of_another_query": ("ld_shared_f32(first + 4 * row_step(r / 2, r % 2 * 2))", "ld_shared_f32(first)"),
-    "rope_scale_dropped": ("kFp8Data ? scale[pass] : 1.0f", "1.0f"),
+    "rope_scale_dropped": ("kFp8Data ? of_pass(scale, pass) : 1.0f", "1.0f"),
     "rope_in_the_stage_that_is_read": ("rope.store(k_at + (stage ^ 1)", "rope.store(k_at + stage"),
     "columns_of_two_keys_mixed": ("prmt(b[2 * half], 0, 0x3120)", "prmt(b[2 * half], 0, 0x3210)"),
-    "transposed_before_the_barrier": (
-        "__syncthreads();  // barrier 1\n    values.start(params, item, tile, v_at);",
-        "values.start(params, item, tile, v_at);\n    __syncthreads();  // barrier 1",
-    ),
 }
 
 
