@@ -14,7 +14,6 @@ from mla import mask_code
 from mla.backends.cuda import params, runtime
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
-from mla.errors import ArgumentError
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -361,18 +360,13 @@ def _scale_fields(args: PrefillArgs, granularity: int) -> tuple[int, ...]:
 
 
 def _rope_scale_fields(args: PrefillArgs, granularity: int) -> tuple[int, int, int]:
-    """Return the scalars of the `PagedRows` of the rope's scales, from the rope's block of columns on."""
+    """Return the scalars of the `PagedRows` of the rope's scales, one a row: that of the rope's block of columns."""
     if args.cache is not None:
         scales, column = args.cache.scales, KV_LORA_RANK
     else:
         scales, column = args.rope_scales, args.rope_scale_base
         assert scales is not None
         scales = scales if args.rope_kind == "batched" else scales[None]
-    if column % granularity + QK_ROPE_HEAD_DIM > granularity:
-        raise ArgumentError(
-            f"k_rope: its columns, from {column} of the scaled row on, lie in two blocks of {granularity}; "
-            "this implementation takes one scale for each row"
-        )
     data, page_stride, token_stride = params.row_fields(scales, 4)
     return data + column // granularity * 4, page_stride, token_stride
 
