@@ -1,4 +1,39 @@
-// MLA prefill in fp8 (e4m3) for Hopper (sm_90a).
+// MLA prefill in fp8 (e4m3) for Hopper (sm_90a): TMA, wgmma, specialised warps, one persistent thread block an SM.
+//
+//   s[i,j] = softmax_scale * row[i] * (nope[j] * q_nope[i,h] . k[j,h] + rope[j] * q_rope[i,h] . rope[pos(j)])
+//   out[i,h] = sum_j softmax_j(s[i,j]) * v_scale[j,h] * v[j,h]   and its LSE; the factors: prefill_fp8_layout.cuh
+//
+// Items, key tiles of 128, their classes and tags are those of prefill.cu. Tiling: an item is three blocks of 64 query
+// rows of one head, a consumer warpgroup for each.
+//
+//           K tile [128 x (128 nope | 64 rope)], 4 stages      V^T tile [128 columns (| 8: ones, zeros) x 128 keys], 2
+//   Q 64 rows  warpgroup 0: S = Q K^T (6 wgmma m64n128k32)   softmax in registers   T = P V (4 wgmma), O += T in fp32
+//   Q 64 rows  warpgroup 1: the same; the three drift apart and fill each other's softmax with products
+//   Q 64 rows  warpgroup 2
+//
+// Roles           registers (setmaxnreg)     waits for                       signals
+//   consumers     160 (O 64, S or T 64, P 16) q_full, k_full, v_full          k_empty, v_empty, q_empty
+//   producer      32, one warp               q_empty, k_empty, v_empty       q_full, k_full, v_full, raw_full, job_full
+//   key warps     32, three; one beside      job_full                        k_full (v_full)
+//   transposers   32, two, where V is rows   raw_full, v_empty               v_full, raw_empty
+// With a bf16 rope the rope part is 4 wgmma m64n128k16 of bf16 into the same accumulators, and K has 2 stages beside
+// transposers. Softcap and bias: two row groups of 216 registers, 72 for the others.
+//
+// P never leaves its registers: the accumulators of S are its A fragments, because TMA lays the keys of K in another
+// order (prefill_fp8_layout.cuh); V^T keeps its own. Shared memory, bytes from a 1024-byte boundary (fp8, V^T, no LSE):
+//        0  K ring       4 x (128 rows of 128 B, 128-byte swizzle; 128 rows of 64 B, 64-byte swizzle)
+//    98304  V^T ring     2 x (128 + 8) rows of 128 B; where V is rows, 2 x 16384 more for them
+//   133120  Q            3 x (64 rows of 128 B; 64 rows of 64 B)
+//   169984  scales       4 x 2 x 512, a word a key
+//   174080  q_scale of rows, heads of K tiles, items, table, jobs, 22 mbarriers
+//
+// Numerics: the accumulators of an fp8 product truncate, so each tile's P V stands alone and is added in fp32. A tile
+// of which every key is visible takes its exponentials by the references of before; a P of 2^8 or more makes that row,
+// and it alone, take its maximum and the tile begin anew. Without an LSE sums of P are a column of the product, of what
+// was rounded. LSE formed once at the end. Nothing of a row depends on the rest of the batch.
+//
+// Budget of a tile of 192 x 128: 15.7 MFLOP, 1,920 cycles of the tensor cores, 1,536 of the units for exponentials; 40
+// KB from L2. The power limit (700 W) sets the clock. docs/perf-log.md tells what was measured and tried.
 #include "prefill_fp8_layout.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_fp8_helpers.cuh"
