@@ -158,11 +158,6 @@ def _rope_rows(args: PrefillArgs, granularity: int) -> tuple[PagedRows, PagedRow
         scaled, column = cache.scales, KV_LORA_RANK
         scales = PagedRows() if scaled is None else params.paged_rows(scaled)
     if granularity and scaled is not None:
-        if column % granularity + QK_ROPE_HEAD_DIM > granularity:
-            raise ArgumentError(
-                f"k_rope: its columns, from {column} of the scaled row on, lie in two blocks of {granularity}; "
-                "the rocm prefill takes one scale a key"
-            )
         scales.data += column // granularity * scaled.element_size()
     return rope, scales, table
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla import registry
 from mla.backends.rocm import prefill
 from mla.errors import ArgumentError
 from mla.problem import Problem
@@ -86,10 +87,13 @@ def test_columns_and_pages_far_apart_are_refused() -> None:
         prefill._check_strides(arguments(cache=cache), False)
 
 
-def test_rope_in_two_blocks_is_refused() -> None:
+def test_scale_of_the_ropes_block() -> None:
     scales = torch.ones(2, 9)
-    given = arguments(rope_scales=scales, rope_scale_base=512)
-    _, rows, _ = prefill._rope_rows(given, 64)
+    _, rows, _ = prefill._rope_rows(arguments(rope_scales=scales, rope_scale_base=512), 64)
     assert rows.data == scales.data_ptr() + 8 * 4
-    with pytest.raises(ArgumentError, match="from 36 of the scaled row on, lie in two blocks of 64"):
-        prefill._rope_rows(arguments(rope_scales=scales, rope_scale_base=36), 64)
+
+
+def test_a_rope_in_two_blocks_is_refused() -> None:
+    (entry,) = (one for one in registry.default() if (one.backend, one.op) == ("rocm", "prefill"))
+    problem = Problem("prefill", "bf16+fp8_rope", "bf16", granularity=64, features=frozenset({"split_rope_scales"}))
+    assert entry.requires.compare(problem, "gfx942")[1] == ["does not do split_rope_scales"]
