@@ -62,13 +62,13 @@ def one_of_each(arch: str) -> list[tuple[str, KernelSpec]]:
             scaled = frozenset({"q_scale", "k_scales", "v_scale"})
             narrow = replace(plain, dtypes="fp8", granularity=128, features=scaled, mask=masks.NullMask().program)
             mixed = replace(narrow, dtypes="fp8+bf16_rope", granularity=0, features=scaled | {"split_q"})
+            problems += [narrow, replace(mixed, features=mixed.features | {"rope_prescaled"}, mask=causal)]
+        if arch != "gfx90a" and dims == (192, 128):
             problems += [
-                narrow,
                 replace(narrow, features=scaled | {"lse", "sinks", "softcap"}, mask=sink_window, page_size=1),
                 replace(
                     narrow, features=scaled | {"v_transposed", "lse"}, rope="batched", page_size=0, out_dtype="fp32"
                 ),
-                replace(mixed, features=mixed.features | {"rope_prescaled"}, mask=causal),
                 replace(mixed, features=mixed.features | {"v_transposed", "softcap"}, rope="ragged", page_size=0),
             ]
     entries = {

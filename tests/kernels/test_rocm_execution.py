@@ -96,7 +96,7 @@ def smaller(case: Case) -> Case:
 
 NARROW = [smaller(case) for case in PREFILLS if not case.dtypes.startswith("fp32")]
 PREFILL_CASES = [
-    *(("gfx942", case) for case in (*NARROW, FEW[1], FP8[1], FP8[4])),
+    *(("gfx942", case) for case in (*NARROW, FEW[1], FP8[4])),
     *((arch, case) for arch in ("gfx90a", "gfx950") for case in FEW),
     *(("gfx950", case) for case in FP8),
 ]
@@ -129,7 +129,7 @@ def test_fp8_is_refused_without_its_matrix_unit(monkeypatch: pytest.MonkeyPatch)
         build(FP8[0], CPU).run("rocm")
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", ["gfx942"])
 def test_scales_of_values_that_differ_by_decades(arch: str, executor: Executor, seed: int) -> None:
     """Each row's weights keep their precision, whatever keys that count little for it have as scales."""
     case = Case(dtypes="fp8", lengths=((90, 70), (40, 3)), heads=1, scale=2.0, v_scale="row")
