@@ -176,7 +176,7 @@ def _check_strides(args: PrefillArgs, transposed: bool) -> None:
         if cache is not None:
             limits.append((name, tensor, 0, "pages", MAX_PAGE_STRIDE))
     for name, tensor, axis, parts, limit in limits:
-        stride = 0 if tensor is None else tensor.stride(axis) * tensor.element_size()
+        stride = 0 if tensor is None or tensor.shape[axis] < 2 else tensor.stride(axis) * tensor.element_size()
         if stride >= limit:
             raise ArgumentError(f"{name}: {parts} lie {stride} bytes apart; the rocm prefill takes less than {limit}")
 
@@ -243,6 +243,8 @@ class Prefill:
         """Return why the tile does not fit, or None."""
         if arch == "gfx90a" and problem.dtypes.startswith("fp8"):
             return "gfx90a multiplies no fp8 matrices; gfx942 and gfx950 do"
+        if problem.page_size >= MAX_STRIDE:
+            return f"pages have {problem.page_size} tokens, less than {MAX_STRIDE} are taken"
         need, have = tile_of(problem, arch).lds_bytes, LDS_BYTES[arch]
         return None if need <= have else f"needs {need} bytes of LDS, {arch} has {have}"
 

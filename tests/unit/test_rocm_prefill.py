@@ -41,6 +41,11 @@ def test_fp8_without_its_matrix_unit_is_refused(dtypes: str) -> None:
     assert refusal == "gfx90a multiplies no fp8 matrices; gfx942 and gfx950 do"
 
 
+def test_pages_of_too_many_tokens_are_refused() -> None:
+    problem = Problem("prefill", "bf16", "bf16", page_size=1 << 24)
+    assert prefill.Prefill.check(problem, "gfx942") == "pages have 16777216 tokens, less than 16777216 are taken"
+
+
 def test_too_little_lds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prefill.LDS_BYTES, "gfx942", 32 << 10)
     problem = Problem("prefill", "bf16", "bf16", (192, 128))
@@ -73,6 +78,7 @@ def far_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
 def test_rows_far_apart_are_refused(name: str) -> None:
     far = far_apart((2, 1, 64), (1 << 23, 64, 1)) if name in "kv" else far_apart((2, 64), (1 << 23, 1))
     prefill._check_strides(arguments(), False)
+    prefill._check_strides(arguments(**{name: far[:1]}), False)
     with pytest.raises(ArgumentError, match=r"rows lie 16777216 bytes apart; .* less than 16777216"):
         prefill._check_strides(arguments(**{name: far}), False)
 
