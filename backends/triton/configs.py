@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from mla.problem import QK_ROPE_HEAD_DIM
+
 if TYPE_CHECKING:
     from mla.problem import Problem
 
@@ -125,21 +127,23 @@ def tile_bytes(tile: Tile, arch: str, problem: Problem) -> int:
 
     Keys, rope, values and biases of every stage in flight; from sm_90 on, and in float32, the query tile too; elsewhere
     room for changes of layout. AMD keeps one stage of several in registers; behind page ids NVIDIA has half of three
-    or more stages.
+    or more stages. What comes in fp8 and is multiplied in 16 bits lies there in both.
     """
-    q_depth, v_head_dim = problem.dims
-    decoded = "fp8" in problem.dtypes and fp8_type(arch) == "u8"
-    itemsize = ITEMSIZE["fp16" if decoded and problem.dtypes.startswith("fp8") else problem.dtypes.partition("+")[0]]
+    data, _, rope = problem.dtypes.partition("+")
+    decoded = data == "fp8" and fp8_type(arch) == "u8"
+    itemsize = 2 if decoded else ITEMSIZE[data]
+    query_row = problem.qk_nope_head_dim * itemsize + QK_ROPE_HEAD_DIM * (2 if rope == "bf16_rope" else itemsize)
     biases = 0 if problem.mask is None else sum(ITEMSIZE[bias] for bias in problem.mask.biases)
-    stage = tile.block_n * ((q_depth + v_head_dim) * itemsize + tile.block_m * biases)
+    stage = tile.block_n * (query_row + problem.v_head_dim * itemsize + tile.block_m * biases)
+    widened = tile.block_n * (problem.v_head_dim + QK_ROPE_HEAD_DIM) * 2 if "fp8" in problem.dtypes else 0
     if arch.startswith("gfx"):
-        return max(tile.num_stages - 1, 1) * stage + 16 * KIB
+        return max(tile.num_stages - 1, 1) * stage + widened + 16 * KIB
     paged = problem.rope == "paged" and tile.num_stages > 2
     stages = (tile.num_stages + 1) // 2 if paged else tile.num_stages
-    query = tile.block_m * q_depth * itemsize
+    query = tile.block_m * query_row
     if arch.startswith(("sm_9", "sm_10")):
-        return query + stages * stage + 2 * KIB
-    return (query if problem.dtypes.startswith("fp32") else 0) + stages * stage + 16 * KIB
+        return query + stages * stage + widened + 2 * KIB
+    return (query if data == "fp32" else 0) + stages * stage + widened + 16 * KIB
 
 
 def choose(arch: str, problem: Problem, limit: int) -> Tile | None:
