@@ -36,11 +36,11 @@ class Workspace:
     @classmethod
     def of(cls, *, T: int, L: int, B: int, H: int, v_head_dim: int, row_groups: int) -> Workspace:
         """Bound the parts of a batch of B sequences with T rows of q and L of k together, and H heads."""
-        # Of a sequence that is split, items of row_groups blocks fill at most _SPLIT_WAVES waves; of all, no part is
-        # shorter than _LEAST_PART.
+        # Parts of a sequence fill at most _SPLIT_WAVES waves of items of row_groups blocks; no part is shorter than
+        # _LEAST_PART.
         by_waves = min(B, L // (2 * _LEAST_PART)) * row_groups * _SPLIT_WAVES * PROCESSORS_MAX
-        by_length = (-(-T // 64) + B) * H * (L // _LEAST_PART)
-        slots = min(by_waves, by_length) if 2 * H <= _SPLIT_WAVES * PROCESSORS_MAX else 0
+        by_length = (-(-T // 64) + row_groups * B) * H * (L // _LEAST_PART)
+        slots = min(by_waves, by_length)
         return cls(slots, 128 * 4 * (v_head_dim // 2 + 4), B + 1 if B > TABLE_SEQUENCES else 0)
 
     @property

@@ -36,25 +36,27 @@ static SequenceArgs sequences(const int* q, const int* k) {
   args.cu_seqlens_k = k;
   return args;
 }
-// Writes (sequence, head, block, part, slot) of each row group of each item, block -1 where it has none, and the key
-// count and parts of the sequence.
+// Writes (sequence, head, block, part, slot, key count, parts) of each row group of each item, block -1 where there is
+// none.
 static void decode(const ScheduleEntry* table, int count, int heads, int items, int* out) {
   const Grouping grouping = grouping_of(table[count]);
   for (int item = 0; item < items; item++) {
     const ScheduleEntry& entry = table[find_entry(table, count, item)];
     const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
-    const int own = item - entry.first_item;
-    const TilePosition at = tile_position(own / entry.parts, tiles, entry.n_keys, heads);
+    const Share share = share_of(entry, item - entry.first_item);
+    const TilePosition at = tile_position(share.item, tiles, entry.n_keys, heads);
     for (int group = threadIdx.x; group < kRowGroups; group += 32) {
       const int block = block_of(group, at.tile, tiles, blocks, grouping);
       int* to = out + 7 * (item * kRowGroups + group);
-      to[0] = entry.sequence, to[1] = at.head, to[2] = block < blocks ? block : -1, to[3] = own % entry.parts;
-      to[4] = slot_of(entry, block, at.head, heads) + to[3], to[5] = entry.n_keys, to[6] = entry.parts;
+      to[0] = entry.sequence, to[1] = at.head, to[2] = block < blocks ? block : -1, to[3] = share.part;
+      to[4] = slot_of(entry, share, group), to[5] = entry.n_keys, to[6] = share.parts;
     }
   }
 }
-extern "C" int parts(int new_, int n_keys, int heads, int processors) {
-  return parts_of(new_, n_keys, heads, processors);
+extern "C" int split(int new_, int n_keys, int heads, int processors, int* whole) {
+  const Split split = split_of(new_, n_keys, heads, processors);
+  *whole = split.whole;
+  return split.parts;
 }
 extern "C" int order(const int* q, const int* k, int batch, int heads, int grid, int processors, int* arrivals,
                      int* grouping, int* out) {
@@ -94,7 +96,7 @@ def order_of(
     count = schedule.order(*pointers, *sizes, None)
     out = torch.full((count, 3, 7), -7, dtype=torch.int32)
     assert schedule.order(*pointers, *sizes, ctypes.c_void_p(out.data_ptr())) == count
-    used = {slot for item in out.tolist() for *_, block, _, slot, _, parts in item if block >= 0 and parts > 1}
+    used = {slot for item in out.tolist() for *_, slot, _, parts in item if parts > 1}
     assert used == set(range(len(used))) and len(used) <= slots, "slots are dense and fit the workspace"
     if len(new) > 32:
         assert arrivals[: len(used)].eq(0).all() and arrivals[len(used) :].eq(-9).all(), "zeroed as far as used"
@@ -113,15 +115,16 @@ def test_every_block_of_rows_is_worked_on_once(schedule: ctypes.CDLL, batch: int
     processors = chosen.choice([0, grid])
     grouping, items = order_of(schedule, new, keys, heads, grid, processors)
     done = Counter((b, h, block, part) for item in items for b, h, block, part, *_ in item if block >= 0)
-    wanted = {
-        (b, h, block, part)
-        for b, n in enumerate(new)
-        for part in range(schedule.parts(n, keys[b], heads, processors))
-        for h in range(heads)
-        for block in range(-(-n // 64))
+    parts_of = {(b, h, block): parts for item in items for b, h, block, *_, parts in item if block >= 0}
+    assert set(parts_of) == {
+        (b, h, block) for b, n in enumerate(new) for h in range(heads) for block in range(-(-n // 64))
     }
-    assert set(done) == wanted
+    assert set(done) == {(*where, part) for where, parts in parts_of.items() for part in range(parts)}
     assert not done or set(done.values()) == {1}
+    for b, n in enumerate(new):
+        whole, parts = split_of(schedule, n, keys[b], heads, processors)
+        own = [item[0][6] for item in items if item[0][0] == b]
+        assert own == [1] * whole + [parts] * (len(own) - whole) or (parts == 1 and set(own) <= {1})
     for item in items:
         assert len({group[:2] for group in item if group[2] >= 0}) == 1, "an item is of one head of one sequence"
     in_parts = any(item[0][6] > 1 for item in items)
@@ -152,35 +155,44 @@ def test_head_groups_fit_l2(schedule: ctypes.CDLL) -> None:
     ]
 
 
-def cost(new: int, keys: int, heads: int, parts: int, processors: int) -> int:
-    """Model of a sequence alone: waves of items, each as long as its keys and a constant."""
-    items = -(-new // 192) * heads * parts
-    return -(-items // processors) * (keys // parts + 512 * (parts > 1))
+def split_of(schedule: ctypes.CDLL, new: int, keys: int, heads: int, processors: int) -> tuple[int, int]:
+    """Return how many items of a sequence have all of its keys, and the parts of the others' keys."""
+    whole = ctypes.c_int()
+    parts = schedule.split(new, keys, heads, processors, ctypes.byref(whole))
+    return whole.value, parts
+
+
+def cost(items: int, keys: int, whole: int, parts: int) -> int:
+    """Model of a sequence alone on 132 multiprocessors: waves of items, each as long as its keys and a constant."""
+    return -(-whole // 132) * keys + -(-(items - whole) * parts // 132) * (keys // parts + 512 * (parts > 1))
 
 
 @pytest.mark.parametrize(
     ("new", "keys", "heads", "expected"),
     [
-        (64, 131072, 16, 8),  # 16 items alone: eight parts fill 128 multiprocessors
-        (1, 131072, 1, 64),  # no part of fewer than 2,048 keys
-        (2048, 16384, 16, 3),  # 1.33 waves become four
-        (2048, 16384, 128, 1),  # 10.67 waves
-        (1024, 1024, 16, 1),
-        (64, 4095, 16, 1),
-        (64, 4096, 16, 2),
-        (0, 131072, 16, 1),
-        (64, 0, 16, 1),
+        (64, 131072, 16, (0, 8)),  # 16 items alone: eight parts fill 128 multiprocessors
+        (1, 131072, 1, (0, 64)),  # no part of fewer than 2,048 keys
+        (2048, 16384, 16, (132, 3)),  # 1.33 waves: the third wave is as long as a third
+        (2048, 16384, 128, (1320, 3)),  # 10.67 waves become 10 and two of a third
+        (8192, 92025, 16, (660, 14)),  # 5.21 waves become 5 and three of a 14th
+        (8192, 8192, 128, (5504, 1)),  # 41.7 waves: not worth it
+        (1024, 1024, 16, (96, 1)),
+        (64, 4095, 16, (16, 1)),
+        (64, 4096, 16, (0, 2)),
+        (0, 131072, 16, (0, 1)),
+        (64, 0, 16, (16, 1)),
     ],
 )
-def test_keys_are_split_where_a_sequence_alone_leaves_processors_idle(
-    schedule: ctypes.CDLL, new: int, keys: int, heads: int, expected: int
+def test_keys_of_the_last_wave_are_split_where_it_leaves_processors_idle(
+    schedule: ctypes.CDLL, new: int, keys: int, heads: int, expected: tuple[int, int]
 ) -> None:
-    parts = schedule.parts(new, keys, heads, 132)
-    assert parts == expected
+    whole, parts = split_of(schedule, new, keys, heads, 132)
+    items = -(-new // 192) * heads
+    assert (whole, parts) == expected
     if parts > 1:
-        assert cost(new, keys, heads, parts, 132) < cost(new, keys, heads, 1, 132)
+        assert cost(items, keys, whole, parts) <= 0.98 * cost(items, keys, items, 1)
         assert keys // parts >= 2048
-    assert schedule.parts(new, keys, heads, 0) == 1
+    assert split_of(schedule, new, keys, heads, 0) == (items, 1)
 
 
 MASK_HARNESS = """
@@ -348,11 +360,10 @@ def test_parts_share_the_visible_tiles_in_falling_order(name: str, tmp_path: Pat
 )
 def test_the_workspace_holds_every_part(schedule: ctypes.CDLL, new: list[int], keys: list[int], heads: int) -> None:
     space = prefill_sm90.workspace_of(CAUSAL, T=sum(new), L=sum(keys), B=len(new), H=heads)
-    used = sum(
-        -(-n // 64) * heads * parts
-        for n, k in zip(new, keys, strict=True)
-        if (parts := schedule.parts(n, k, heads, 132)) > 1
-    )
+    used = 0
+    for n, k in zip(new, keys, strict=True):
+        whole, parts = split_of(schedule, n, k, heads, 132)
+        used += (-(-n // 192) * heads - whole) * 3 * parts if parts > 1 else 0
     assert 0 < used <= space.slots
     address = 1 << 40 | 4
     table, arrivals, slots = space.places(address)
@@ -365,4 +376,3 @@ def test_the_workspace_holds_every_part(schedule: ctypes.CDLL, new: list[int], k
 
 def test_short_sequences_take_no_workspace() -> None:
     assert prefill_sm90.workspace_of(CAUSAL, T=4095, L=4095, B=3, H=16).bytes == 0
-    assert prefill_sm90.workspace_of(CAUSAL, T=1 << 16, L=1 << 20, B=4, H=512).bytes == 0

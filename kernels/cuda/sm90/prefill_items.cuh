@@ -25,8 +25,9 @@ static_assert(sizeof(Item) == 48, "copied by a lane of few registers");
 // What a row group has of the call's `index`-th item, which is of this entry; v_stages apart.
 MLA_DEVICE void fill_item(Item& item, const ScheduleEntry& entry, int index, int row_group, int heads,
                           Grouping grouping) {
-  const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size), own = index - entry.first_item;
-  const TilePosition at = tile_position(own / entry.parts, tiles, entry.n_keys, heads);
+  const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
+  const Share share = share_of(entry, index - entry.first_item);
+  const TilePosition at = tile_position(share.item, tiles, entry.n_keys, heads);
   const int block = block_of(row_group, at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup,
             left = entry.new_ - row;
   item.q_row = block < 0 ? 0 : entry.q_begin + row;  // negative would mean the end
@@ -38,9 +39,9 @@ MLA_DEVICE void fill_item(Item& item, const ScheduleEntry& entry, int index, int
   item.k_row = entry.k_begin;
   item.k_position = entry.offset;
   item.n_keys = entry.n_keys;
-  item.parts = entry.parts;
-  item.part = own % entry.parts;
-  item.slot = slot_of(entry, block, at.head, heads) + item.part;
+  item.parts = share.parts;
+  item.part = share.part;
+  item.slot = slot_of(entry, share, row_group);
 }
 
 // What a warpgroup does with a key tile. Values 0 to 2 are those of mask_tile_class.

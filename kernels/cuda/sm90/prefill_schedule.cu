@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS)
   bool in_parts = false;
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
-    in_parts |= parts_of(s.new_, s.n_keys, params.heads, params.processors) > 1;
+    in_parts |= split_of(s.new_, s.n_keys, params.heads, params.processors).parts > 1;
 #pragma unroll
     for (int i = 0; i < kRowGroups; i++) mine[i] += tiles_of(s.new_, i + 1);
   }
@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS)
 
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
-    const int parts = parts_of(s.new_, s.n_keys, params.heads, params.processors);
-    atomicAdd(&buckets[bucket_of(s.n_keys)],
-              1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads * parts));
+    const Split split = split_of(s.new_, s.n_keys, params.heads, params.processors);
+    const int items = items_of(split, tiles_of(s.new_, grouping.size) * params.heads);
+    atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(items));
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // exclusive sums, eight buckets a lane
@@ -79,12 +79,12 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS)
   __syncthreads();
   for (int b = threadIdx.x; b < params.batch; b += MLA_THREADS) {
     const Sequence s = sequence_of(params.sequences, b);
-    const int parts = parts_of(s.new_, s.n_keys, params.heads, params.processors),
-              own_slots = slots_of(s.new_, params.heads, parts);
-    const unsigned long long place = atomicAdd(
-        &buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(tiles_of(s.new_, grouping.size) * params.heads * parts));
+    const Split split = split_of(s.new_, s.n_keys, params.heads, params.processors);
+    const int unsplit = tiles_of(s.new_, grouping.size) * params.heads, own_slots = slots_of(split, unsplit);
+    const unsigned long long place =
+        atomicAdd(&buckets[bucket_of(s.n_keys)], 1ull << 32 | uint32_t(items_of(split, unsplit)));
     const int first_slot = own_slots > 0 ? atomicAdd(&slots, own_slots) : 0;
-    params.table[place >> 32] = entry_of(s, b, int(uint32_t(place)), parts, first_slot);
+    params.table[place >> 32] = entry_of(s, b, int(uint32_t(place)), split, first_slot);
   }
   __syncthreads();
   for (int slot = threadIdx.x; slot < slots; slot += MLA_THREADS) params.arrivals[slot] = 0;

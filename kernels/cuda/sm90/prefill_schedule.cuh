@@ -10,9 +10,9 @@
 //   that all items end at about the same time.
 //
 //
-// Where a sequence alone would leave many multiprocessors idle, its keys are worked on in parts, an item each, and the
-// parts combined: part i of n takes key tiles i, i + n, ..., which balances under any mask. How many depends on the
-// sequence's own lengths, the heads and the device, as the result does.
+// Where the last wave of a sequence alone would leave many multiprocessors idle, the keys of that wave's items are
+// worked on in parts, an item each, and the parts combined: part i of n takes key tiles i, i + n, ..., which balances
+// under any mask. Which and how many depends on the sequence's own lengths, the heads and the device, as the result does.
 //
 // The host defines MLA_NOPE_DIM, MLA_V_DIM, MLA_ROW_GROUPS.
 #pragma once
@@ -39,46 +39,55 @@ struct alignas(16) ScheduleEntry {
   int q_begin, new_;
   int k_begin, n_keys;
   int offset, start;
-  int parts;  // of its keys
-  int first_slot;  // of the workspace, a slot for each part of each of its blocks of rows, if there are several
+  int whole;  // its first items, each with all of their keys; of the others
+  int parts;  // of the keys of each
+  int first_slot;  // of the workspace, a slot for each part of each of their blocks of rows
 };
 constexpr int kTableSequences = 32;  // what one warp sorts, a lane each
 constexpr int kTableBytes = (kTableSequences + 1) * int(sizeof(ScheduleEntry));
 
-MLA_DEVICE ScheduleEntry entry_of(const Sequence& s, int sequence, int first_item, int parts, int first_slot) {
-  return {first_item, sequence, s.q_begin, s.new_, s.k_begin, s.n_keys, s.offset, s.start, parts, first_slot};
+// The first `whole` items of a sequence have all of their keys, of the others' keys there are `parts`.
+struct Split { int whole, parts; };
+
+MLA_DEVICE ScheduleEntry entry_of(const Sequence& s, int sequence, int first_item, Split split, int first_slot) {
+  return {first_item, sequence, s.q_begin,   s.new_,      s.k_begin, s.n_keys,
+          s.offset,   s.start,  split.whole, split.parts, first_slot};
 }
 MLA_DEVICE ScheduleEntry total_entry(int items, Grouping grouping) {
-  return {items, grouping.size, grouping.spread, 0, 0, 0, 0, 0, 0, 0};
+  return {items, grouping.size, grouping.spread, 0, 0, 0, 0, 0, 0, 0, 0};
 }
 MLA_DEVICE Grouping grouping_of(const ScheduleEntry& total) { return {total.sequence, total.q_begin}; }
 
 MLA_DEVICE int row_blocks(int new_) { return new_ > 0 ? ceil_div(new_, kRowsPerGroup) : 0; }
 MLA_DEVICE int tiles_of(int new_, int group_size) { return ceil_div(row_blocks(new_), group_size); }
 
-// A part has at least so many keys, and waits and writes for as long as it would take for so many others; parts are
-// made where the items fill so few waves that the last one counts.
-constexpr int kLeastPart = 2048, kPartCost = 512;
-constexpr int kSplitWaves = 4;
+// A part has at least so many keys, and waits and writes for as long as it would take for so many others. Parts fill at
+// most so many waves, and are made where they spare a share of at least 1 in kLeastGain of the time.
+constexpr int kLeastPart = 2048, kPartCost = 512, kSplitWaves = 4, kLeastGain = 50;
 
-// Parts of the keys of a sequence that make it, alone on the device, end the earliest. processors: multiprocessors of the
-// device; 0: never more than one.
-MLA_DEVICE int parts_of(int new_, int n_keys, int heads, int processors) {
+// The split of a sequence that makes it, alone on the device, end the earliest; processors: multiprocessors of the device,
+// 0 for no parts.
+MLA_DEVICE Split split_of(int new_, int n_keys, int heads, int processors) {
   const int items = tiles_of(new_, kRowGroups) * heads, most = n_keys / kLeastPart;
-  int parts = 1;
-  if (items > 0 && most > 1 && items <= kSplitWaves * processors) {
-    int least = ceil_div(items, processors) * n_keys;
+  Split split{items, 1};
+  if (processors > 0 && most > 1) {
+    const int rest = items % processors;
+    const int64_t all = int64_t(ceil_div(items, processors)) * n_keys;
+    int least = n_keys;  // of the last wave
 #pragma unroll 1
-    for (int waves = 1; waves <= kSplitWaves; waves++) {
-      const int filling = waves * processors / items, these = filling < most ? filling : most;
-      if (these < 2) continue;
-      const int cost = waves * (n_keys / these + kPartCost);
-      if (cost < least) least = cost, parts = these;
+    for (int waves = 1; waves <= kSplitWaves && rest > 0; waves++) {
+      const int filling = waves * processors / rest, parts = filling < most ? filling : most;
+      const int cost = waves * (n_keys / parts + kPartCost);
+      if (parts > 1 && cost < least && (n_keys - cost) >= all / kLeastGain) least = cost, split = {items - rest, parts};
     }
   }
-  return parts;
+  return split;
 }
-MLA_DEVICE int slots_of(int new_, int heads, int parts) { return parts > 1 ? row_blocks(new_) * heads * parts : 0; }
+// Of a sequence that would have so many items without parts.
+MLA_DEVICE int items_of(Split split, int items) { return split.whole + (items - split.whole) * split.parts; }
+MLA_DEVICE int slots_of(Split split, int items) {
+  return split.parts > 1 ? (items - split.whole) * split.parts * kRowGroups : 0;
+}
 
 // items[i]: items of the batch with i + 1 blocks each. Parts want all of the row groups.
 MLA_DEVICE Grouping choose_grouping(const int (&items)[kRowGroups], int grid, bool in_parts) {
@@ -101,15 +110,16 @@ MLA_DEVICE void build_table(const SequenceArgs& args, int batch, int heads, int 
   Sequence s{};
   s.n_keys = -1;  // after all others
   if (lane < batch) s = sequence_of(args, lane);
-  const int parts = parts_of(s.new_, s.n_keys, heads, processors), slots = slots_of(s.new_, heads, parts);
+  const Split split = split_of(s.new_, s.n_keys, heads, processors);
   int counts[kRowGroups];
 #pragma unroll
   for (int i = 0; i < kRowGroups; i++) counts[i] = warp_sum(tiles_of(s.new_, i + 1)) * heads;
-  const Grouping grouping = choose_grouping(counts, grid, __any_sync(~0u, parts > 1));
-  const int items = tiles_of(s.new_, grouping.size) * heads * parts;
-  int rank = 0, first = 0, first_slot = 0;
-#pragma unroll 8
-  for (int other = 0; other < 32; other++) {
+  const Grouping grouping = choose_grouping(counts, grid, __any_sync(~0u, split.parts > 1));
+  const int unsplit = tiles_of(s.new_, grouping.size) * heads, items = items_of(split, unsplit),
+            slots = slots_of(split, unsplit);
+  int rank = lane < batch ? 0 : lane - batch, first = 0, first_slot = 0;
+#pragma unroll 2
+  for (int other = 0; other < batch; other++) {
     const int other_keys = __shfl_sync(~0u, s.n_keys, other), other_items = __shfl_sync(~0u, items, other),
               other_slots = __shfl_sync(~0u, slots, other);
     const bool before = other_keys > s.n_keys || (other_keys == s.n_keys && other < lane);
@@ -117,7 +127,7 @@ MLA_DEVICE void build_table(const SequenceArgs& args, int batch, int heads, int 
     first += before ? other_items : 0;
     first_slot += before ? other_slots : 0;
   }
-  table[rank] = entry_of(s, lane, first, parts, first_slot);
+  table[rank] = entry_of(s, lane, first, split, first_slot);
   if (rank == 31) table[kTableSequences] = total_entry(first + items, grouping);
   __syncwarp();
 }
@@ -151,9 +161,17 @@ MLA_DEVICE TilePosition tile_position(int index, int tiles, int n_keys, int head
   return {rest / heads_here, first_head + rest % heads_here};
 }
 
-// First slot of a block of rows of a sequence that is worked on in parts.
-MLA_DEVICE int slot_of(const ScheduleEntry& entry, int block, int head, int heads) {
-  return entry.first_slot + (block * heads + head) * entry.parts;
+// The `index`-th item of a sequence: which it would be without parts, and its part.
+struct Share { int item, parts, part; };
+MLA_DEVICE Share share_of(const ScheduleEntry& entry, int index) {
+  const int beyond = index - entry.whole;
+  if (beyond < 0) return {index, 1, 0};
+  return {entry.whole + beyond / entry.parts, entry.parts, beyond % entry.parts};
+}
+
+// Slot of the workspace for a row group of an item that has a part; those of the other parts lie beside it.
+MLA_DEVICE int slot_of(const ScheduleEntry& entry, Share share, int row_group) {
+  return entry.first_slot + ((share.item - entry.whole) * kRowGroups + row_group) * share.parts + share.part;
 }
 
 // Block of 64 rows that a row group of an item works on; negative: none.
