@@ -13,11 +13,12 @@ The job: from this step's queries and the latent cache in scattered pages of 64 
               FlashAttention-4's varlen kernel
 
 All get their lengths from the host. Results are compared before anything is timed: the peer with a float64 answer of
-some rows, ours with the peer's. Then the ten steps run one after the other without a wait of the host, as the layers of
-a model do, with the L2 cache flushed between them; events stand between the parts. A plan is made for each, though the
-layers of a step share one. Sweeps are taken in turn; a step's
-time is the median over them, a total the sum of its steps. FLOPs = 2 * (192 + 128) * heads * visible pairs: those of
-attention alone, though the up-projection is timed too.
+some rows, ours with the peer's. Then the ten steps run one after the other, again and again, without a wait of the host,
+as the layers of a model do, with the L2 cache flushed between steps and events between the parts. A plan is made for
+each, though the layers of a step share one. The ways take turns of about a second, of which the second half counts: the
+card's power limit is averaged over a time in which another way's work would still tell. A step's time is the median over
+sweeps, a total the sum of its steps. FLOPs = 2 * (192 + 128) * heads * visible pairs: those of attention alone, though
+the up-projection is timed too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ DEVICE, TARGET = torch.device("cuda", 0), "cuda"
 PAGE_SIZE, NOPE, V_DIM = 64, 128, 128
 SCALE = 192**-0.5
 BUFFER_ROWS = 16384
+#: Seconds for which the steps of one way run before times count, and for which they do.
+SETTLING, COUNTED = 0.5, 0.3
 MASK = mla.CausalMask()
 #: The parts of one way to do the job, in their order.
 Stages = dict[str, Callable[[], object]]
@@ -196,12 +199,12 @@ def check(inputs: Inputs, ways: dict[str, Stages]) -> dict[str, float]:
     return shares
 
 
-def sweep(ways: list[Stages], flush: torch.Tensor) -> list[list[float]]:
-    """Return milliseconds of each stage of each step; the host waits for nothing in between."""
+def sweep(ways: list[Stages], flush: torch.Tensor, count: int) -> list[list[list[float]]]:
+    """Return milliseconds of each stage of each step of `count` sweeps; the host waits for nothing in between."""
     torch.cuda.synchronize()
     torch.cuda._sleep(4_000_000)  # 2 ms: the host is ahead from the first step on
     events = []
-    for stages in ways:
+    for stages in ways * count:
         flush.zero_()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(stages) + 1)]
         marks[0].record()
@@ -210,7 +213,16 @@ def sweep(ways: list[Stages], flush: torch.Tensor) -> list[list[float]]:
             mark.record()
         events.append(marks)
     torch.cuda.synchronize()
-    return [[a.elapsed_time(b) for a, b in itertools.pairwise(marks)] for marks in events]
+    times = [[a.elapsed_time(b) for a, b in itertools.pairwise(marks)] for marks in events]
+    return [times[first : first + len(ways)] for first in range(0, len(times), len(ways))]
+
+
+def settled(ways: list[Stages], flush: torch.Tensor) -> list[list[list[float]]]:
+    """Return the last sweeps of many: the power limit is averaged over a time in which another way would still count."""
+    (first,) = sweep(ways, flush, 1)
+    once = sum(map(sum, first)) / 1e3
+    before, counted = (max(2, round(seconds / once)) for seconds in (SETTLING, COUNTED))
+    return sweep(ways, flush, before + counted)[before:]
 
 
 def host_microseconds(stages: Stages) -> float:
@@ -257,7 +269,7 @@ def measure(steps: list[Step], peer: bool, rounds: int) -> dict[str, Any]:
     sweeps: dict[str, list[list[list[float]]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, stages in ways.items():
-            sweeps[name].append(sweep(stages, flush))
+            sweeps[name] += settled(stages, flush)
     result: dict[str, Any] = {"heads": heads, "shares_of_bound": shares, "host_us": host, "ways": {}}
     for name, times in sweeps.items():
         totals = [[sum(one) for one in single] for single in times]
@@ -303,7 +315,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the numbers go")
     parser.add_argument("--heads", default="16,128")
     parser.add_argument("--peer", choices=("fa4", "none"), default="fa4")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     results = []
