@@ -13,12 +13,12 @@ The job: from this step's queries and the latent cache in scattered pages of 64 
               FlashAttention-4's varlen kernel
 
 All get their lengths from the host. Results are compared before anything is timed: the peer with a float64 answer of
-some rows, ours with the peer's. Then the ten steps run one after the other, again and again, without a wait of the host,
-as the layers of a model do, with the L2 cache flushed between steps and events between the parts. A plan is made for
-each, though the layers of a step share one. The ways take turns of about a second, of which the second half counts: the
-card's power limit is averaged over a time in which another way's work would still tell. A step's time is the median over
-sweeps, a total the sum of its steps. FLOPs = 2 * (192 + 128) * heads * visible pairs: those of attention alone, though
-the up-projection is timed too.
+some rows, ours with the peer's. Then the ten steps run one after the other, again and again, without a wait of the
+host, as the layers of a model do, with the L2 cache flushed between steps and events between the parts. A plan is made
+for each, though the layers of a step share one. The ways take turns of about a second, of which the second half counts:
+the card's power limit is averaged over a time in which another way's work would still tell. A step's time is the median
+over sweeps, a total the sum of its steps. FLOPs = 2 * (192 + 128) * heads * visible pairs: those of attention alone,
+though the up-projection is timed too.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def sweep(ways: list[Stages], flush: torch.Tensor, count: int) -> list[list[list
 
 
 def settled(ways: list[Stages], flush: torch.Tensor) -> list[list[list[float]]]:
-    """Return the last sweeps of many: the power limit is averaged over a time in which another way would still count."""
+    """Return the last sweeps of many, which the power of another way's work tells nothing of."""
     (first,) = sweep(ways, flush, 1)
     once = sum(map(sum, first)) / 1e3
     before, counted = (max(2, round(seconds / once)) for seconds in (SETTLING, COUNTED))
