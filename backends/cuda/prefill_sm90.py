@@ -72,7 +72,7 @@ class Tile:
         items = 3 * self.row_groups * _ITEM_BYTES
         table = (TABLE_SEQUENCES + 1) * ENTRY_BYTES
         barriers = 2 * self.row_groups + 2 * self.stages_k + 2 * 2 + _ROPE_WARPS
-        return 1024 + rows + values + items + table + _ROPE_WARPS * 16 + self.stages_k * 8 + 8 * barriers
+        return 1024 + rows + values + items + table + _ROPE_WARPS * 16 + self.stages_k * 16 + 8 * barriers
 
 
 _TILE = Tile(3, 128, 2, 1, 160, 32)
@@ -215,7 +215,7 @@ class PrefillSm90:
         What a call asks for beyond that (chunks, another scale, a large batch) is compiled when the first one comes.
         """
         block_n = tile_of(problem).block_n
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        processors = runtime.properties(device).multi_processor_count
 
         @functools.cache
         def kernel(variant: Variant, programmatic: bool) -> Kernel:

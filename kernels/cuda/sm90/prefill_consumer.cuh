@@ -34,7 +34,8 @@ struct Consumer {
       wgmma_ss<Element, W>(s, q_at + descriptor_step(i / 4 * kQBlockBytes + i % 4 * 32),
                            k_at + descriptor_step(i / 4 * kKeyBlockBytes + i % 4 * 32), i > 0);
     wgmma_commit_group();
-    const uint32_t tag = __reduce_or_sync(~0u, *shared.tag(k.stage()));  // the same in all lanes, and now ptxas knows
+    const uint32_t tag =
+        __reduce_or_sync(~0u, shared.tag(k.stage())->word);  // the same in all lanes, and now ptxas knows
     wgmma_wait_group<0>();
     release(shared.k_empty(k.stage()));
     k.advance();
@@ -86,7 +87,7 @@ struct Consumer {
   // A tile of which this warpgroup sees nothing.
   MLA_DEVICE uint32_t skip() {
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
-    const uint32_t tag = *shared.tag(k.stage());
+    const uint32_t tag = shared.tag(k.stage())->word;
     const uint32_t next = class_in(tag, group);
     __syncwarp();
     release(shared.k_empty(k.stage()));

@@ -75,6 +75,13 @@ struct alignas(16) RopeJob {
   int source;
 };
 
+// What lies beside a K stage: its tag, and where the tile's V comes from while it is still to be loaded.
+struct alignas(16) StageTag {
+  uint32_t word;
+  int head;
+  int v_row;  // negative: nothing to load
+};
+
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
 constexpr int kSwizzleBytes = 128;  // one row of a sub-tile: 64 elements
@@ -100,7 +107,7 @@ constexpr int kOffsetItems = kOffsetQ + kRowGroups * kQBytes + kSpareBytes;  // 
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetTags = kOffsetJobs + kRopeWarps * int(sizeof(RopeJob));
-constexpr int kOffsetBarriers = kOffsetTags + kStagesK * 8;  // words
+constexpr int kOffsetBarriers = kOffsetTags + kStagesK * int(sizeof(StageTag));
 constexpr int kBarriers = 2 * kRowGroups + 2 * kStagesK + 2 * kMostStagesV + kRopeWarps;
 constexpr int kAlignment = 1024;  // of swizzle atoms
 static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetBarriers + 8 * kBarriers, "the host counts other bytes");
@@ -125,7 +132,7 @@ struct Shared {
   MLA_DEVICE Item* draft() const { return item(0, 2); }  // [kRowGroups]
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
   MLA_DEVICE RopeJob* job(int warp) const { return reinterpret_cast<RopeJob*>(bytes + kOffsetJobs) + warp; }
-  MLA_DEVICE uint32_t* tag(int stage) const { return reinterpret_cast<uint32_t*>(bytes + kOffsetTags) + 2 * stage; }
+  MLA_DEVICE StageTag* tag(int stage) const { return reinterpret_cast<StageTag*>(bytes + kOffsetTags) + stage; }
   // mbarriers, with who arrives and who waits
   // producer and TMA -> the consumer of the row group
   MLA_DEVICE uint32_t q_full(int group) const { return barrier(group); }

@@ -50,8 +50,9 @@ struct Producer {
     q_phase ^= 1;
   }
 
-  // Tells every row group that there are no more items.
+  // Loads the last V and tells every row group that there are no more items.
   MLA_DEVICE void finish() {
+    load_v(1);
 #pragma unroll 1
     for (int group = 0; group < kRowGroups; group++) {
       mbarrier_wait_parity(shared.q_empty(group), q_phase);
@@ -90,7 +91,7 @@ struct Producer {
     const uint32_t full = shared.k_full(k.stage()), to = shared.k(k.stage()),
                    to_rope = to + (kQkBlocks - 1) * kKeyBlockBytes;
     if (lead()) {
-      *shared.tag(k.stage()) = tag_of(tile, v_place(k.count), next);
+      *shared.tag(k.stage()) = {tag_of(tile, v_place(k.count), next), item.head, item.k_row + first};
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKBytes - kRopeBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks - 1; block++)
@@ -120,6 +121,7 @@ struct Producer {
                               batched ? item.sequence : 0, full, kEvictLast);
     }
     k.advance();
+    __syncwarp();  // the tag
   }
 
   // Stage and phase of V of the tile whose K was loaded at `count`, as the tag has them.
@@ -128,43 +130,52 @@ struct Producer {
     return items->v_stages == 1 ? (index & 1) << 1 : index & 3;
   }
 
-  // V of the tile whose K was loaded `back` stages ago.
+  // V of the tile whose K was loaded `back` stages ago, unless there is none or it is on its way.
   MLA_DEVICE void load_v(int back) {
     const uint32_t count = k.count - back, place = v_place(count);
+    StageTag& of = *shared.tag(count % kStagesK);
+    const bool due = of.v_row >= 0;
+    __syncwarp();  // all have looked
+    if (!due) return;
     const int stage = place & 1;
     mbarrier_wait_parity(shared.v_empty(stage), place >> 1 ^ 1);
     if (lead()) {
-      const int first = tile_in(*shared.tag(count % kStagesK)) * kBlockN;
       const uint32_t full = shared.v_full(stage);
       mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int block = 0; block < kVBlocks; block++)
-        cp_async_bulk_tensor_3d(shared.v(stage) + block * kKeyBlockBytes, p.v, block * 64, items->head,
-                                items->k_row + first, full, kEvictLast);
+        cp_async_bulk_tensor_3d(shared.v(stage) + block * kKeyBlockBytes, p.v, block * 64, of.head, of.v_row, full,
+                                kEvictLast);
+      of.v_row = -1;
     }
+    __syncwarp();
   }
 
-  // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first;
-  // later the first K goes ahead, because it need not wait for the previous item's last product.
-  MLA_DEVICE void load() {
+  // All loads of the item but its last V: K runs one tile ahead of V, into the next item. The first K goes ahead of
+  // Q, which has to wait for the last product of the item before. Returns the number of the next item that no thread block has taken, asked for while the last tile is loaded;
+  // the first ones are theirs by their own numbers.
+  MLA_DEVICE int load() {
     TileWalk walk = walk_of(*items);
+    uint32_t& claimed = walk.word;  // of the first lane; a walk that has ended leaves the register
     uint32_t tile = next_tile(p, items, walk);
     if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
     __syncwarp();
-    if (k.count == kStagesK || tile == kEndOfAll) load_q();
-    bool first = true;
+    if (tile == kEndOfAll) {
+      load_v(1);
+      load_q();
+      if (lead()) claimed = atomicAdd(&p.counters[0], 1);
+    }
+    const uint32_t first = tile;
 #pragma unroll 1
     while (tile != kEndOfAll) {
       const uint32_t next = next_tile(p, items, walk);
+      if (next == kEndOfAll && lead()) claimed = atomicAdd(&p.counters[0], 1);
       load_k(tile, next);
-      if (!first)
-        load_v(2);
-      else if (k.count != kStagesK + 1)
-        load_q();
-      first = false;
+      load_v(2);
+      if (tile == first) load_q();
       tile = next;
     }
-    if (!first) load_v(1);
+    return __shfl_sync(~0u, claimed, 0) + nctaid_x();
   }
 };
 
@@ -183,8 +194,10 @@ MLA_DEVICE bool take_item(Producer& producer, int index) {
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
   if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table(), p.processors);
   Producer producer{p, shared, shared.draft()};
+  if (producer.lane() < kStagesK) shared.tag(producer.lane())->v_row = -1;
+  __syncwarp();
 #pragma unroll 1
-  for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) producer.load();
+  for (int item = blockIdx.x; take_item(producer, item);) item = producer.load();
   producer.finish();
   // The last thread block leaves the counters as it found them.
   if (producer.lead()) {
