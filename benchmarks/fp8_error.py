@@ -176,14 +176,16 @@ def errors_of_attention(inputs: Inputs, granularity: int | None) -> Errors:
     )  # fmt: skip
     latent, _ = reference.cache_rows(cache.layer(0), 0, torch.arange(keys, device=inputs.q.device))
     k, v = inputs.project(latent.to(torch.bfloat16))
-    split = DN if granularity is None else DN + DR
-    q8, q_scale = mla.quantize_per_token(inputs.q[..., :split], target=inputs.target)
-    k8, k_scales = mla.quantize_per_token(k, target=inputs.target)
+    q8, q_scale = mla.quantize_per_token(inputs.q, target=inputs.target)
+    quantize_keys = mla.quantize_per_tensor if granularity is None else mla.quantize_per_token
+    k8, k_scales = quantize_keys(k, target=inputs.target)
     v8, v_scale = mla.quantize_per_head(v, target=inputs.target)
-    q_rope = inputs.q[..., DN:] if granularity is None else None
+    q_rope = None
+    if granularity is None:
+        q8, q_rope = q8[..., :DN], (inputs.q[..., DN:] / (q_scale * k_scales).unsqueeze(2)).bfloat16()
     dequantised = reference.prefill(
         q8, k8, v8, cache.layer(0), inputs.mask, rows, all_rows, SCALE, q_rope=q_rope, q_scale=q_scale,
-        k_scales=k_scales, v_scale=v_scale, rope_prescaled=False,
+        k_scales=k_scales, v_scale=v_scale,
     )  # fmt: skip
     k, v = inputs.project(inputs.latent)
     plain = reference.prefill(inputs.q, k, v, inputs.rope[:, None], inputs.mask, rows, all_rows, SCALE)

@@ -24,6 +24,9 @@ _PART_ALIGNMENT = 256
 #: Rows of V^T are whole multiples of as many elements, so that they begin where kernels can copy them at once.
 _V_ROW_MULTIPLE = 16
 
+#: Where keys are next to nothing, the rope of q is still a number when divided by their scale.
+_LEAST_KEY_SCALE = 2.0**-40
+
 Parts = dict[str, torch.Tensor]
 
 
@@ -60,10 +63,12 @@ class Extents(NamedTuple):
         else:
             result["projected"] = self.dtype, (padded * heads * width,)
         result["k"] = self.fp8, (rows, heads, self.nope)
-        result["k_scales"] = torch.float32, (rows, 1)
+        result["k_scales"] = torch.float32, (rows, 1) if self.rope_in_fp8 else (1,)
         result["v"] = self.fp8, (padded * heads * self.v_dim,)
         result["v_scale"] = torch.float32, (heads,)
-        result["q"] = self.fp8, (self.total, heads, self.nope + QK_ROPE_HEAD_DIM * self.rope_in_fp8)
+        result["q"] = self.fp8, (self.total, heads, self.nope + QK_ROPE_HEAD_DIM)
+        if not self.rope_in_fp8:
+            result["q_rope"] = self.dtype, (self.total, heads, QK_ROPE_HEAD_DIM)
         result["q_scale"] = torch.float32, (self.total, 1)
         return result
 
@@ -173,29 +178,34 @@ class Buffer:
 
 
 class Fp8Buffer(Buffer):
-    """Keys and values of one chunk at a time in fp8: a scale for each key row, one for the values of each head.
+    """Keys and values of one chunk at a time in fp8, each row of q with a scale, the values of each head with one.
 
-    A head's scale is a maximum over rows, so that none may be anybody's leftovers: what a page holds behind its
-    sequence becomes zero before it is projected, and so do rows that only fill V^T up.
+    Where the cache's rope is fp8, each key has a scale, and q is quantised with its rope. Where it is bf16, all keys of
+    a chunk share one, c, and the rope of q is divided by q_scale * c for each chunk, so that one number a row undoes
+    both parts of a score, ``q_scale c (q8 . k8 + q_rope / (q_scale c) . rope)``: a scale a key would cost the kernel a
+    multiplication for each score, and the rope in the pages is everybody's.
+
+    A scale of several rows is a maximum over them, so that none may be anybody's leftovers: what a page holds behind
+    its sequence becomes zero before it is projected, and so do rows that only fill V^T up.
     """
 
     def __init__(self, call: Call, plan: PrefillPlan, weight: Weight, extents: Extents, parts: Parts) -> None:
         super().__init__(call, plan, weight, extents, parts)
         self._q, self._row_offsets = call.q, call.valid_length
-        split = None if extents.rope_in_fp8 else call.q[..., extents.nope :]
-        self.queries = Queries(parts["q"], split, parts["q_scale"])
-        call.rope_prescaled, call.v_scale = False, parts["v_scale"]
+        q = parts["q"] if extents.rope_in_fp8 else parts["q"][..., : extents.nope]
+        self.queries = Queries(q, parts.get("q_rope"), parts["q_scale"])
+        call.v_scale = parts["v_scale"]
         if extents.v_transposed:
             count = extents.heads * extents.nope
             self._key_weight, self._value_weight = parts["weight"][:count], parts["weight"][count:]
 
     def begin(self) -> None:
         """Quantise q, and put the weight's key rows and value rows together."""
-        q, heads = self._parts["q"], (self._extents.heads, -1)
-        quantize.launch(q, self._parts["q_scale"].unsqueeze(2), self._q[..., : q.shape[2]], 0, False, self._target)
+        q_scale = self._parts["q_scale"].unsqueeze(2)
+        quantize.launch(self._parts["q"], q_scale, self._q, 0, False, self._target)
         if self._extents.v_transposed:
             assert isinstance(self._weight, torch.Tensor)
-            widths = self._extents.nope, self._extents.v_dim
+            heads, widths = (self._extents.heads, -1), (self._extents.nope, self._extents.v_dim)
             of_keys, of_values = self._weight.unflatten(0, heads).split(widths, 1)
             self._key_weight.unflatten(0, heads).copy_(of_keys)
             self._value_weight.unflatten(0, heads).copy_(of_values)
@@ -236,7 +246,8 @@ class Fp8Buffer(Buffer):
         else:
             heads, v_dim = self._extents.heads, self._extents.v_dim
             v = self._parts["v"][: rows * heads * v_dim].view(rows, heads, v_dim)
-        return Views(latent, self._parts["projected"], self._parts["k"][:rows], v, self._parts["k_scales"][:rows])
+        scales = self._parts["k_scales"][:rows] if self._extents.rope_in_fp8 else self._parts["k_scales"]
+        return Views(latent, self._parts["projected"], self._parts["k"][:rows], v, scales)
 
     def _transposed(self, data: torch.Tensor, rows: int) -> torch.Tensor:
         """Return room for V^T [H, dv, rows and what fills them up]."""
@@ -245,7 +256,14 @@ class Fp8Buffer(Buffer):
 
     def _quantize_keys(self, keys: torch.Tensor, views: Views) -> None:
         assert views.k_scales is not None
-        quantize.launch(views.k, views.k_scales.unsqueeze(2), keys, 0, False, self._target)
+        if self._extents.rope_in_fp8:
+            quantize.launch(views.k, views.k_scales.unsqueeze(2), keys, 0, False, self._target)
+            return
+        quantize.write_scales(keys, (0, 1, 2), views.k.dtype, views.k_scales)
+        views.k_scales.clamp_(min=_LEAST_KEY_SCALE)
+        quantize.launch(views.k, views.k_scales.view(1, 1, 1), keys, 0, True, self._target)
+        both = (self._parts["q_scale"] * views.k_scales).unsqueeze(2)
+        torch.div(self._q[..., self._extents.nope :], both, out=self._parts["q_rope"])
 
     def _clear_leftovers(self, chunk: PlanChunk, spare: int) -> None:
         """Zero the rows behind the last token of each sequence's last page; row `spare` is nobody's."""

@@ -51,16 +51,17 @@ def test_equals_the_oracle_on_operands_that_are_quantised_by_hand(layout: str) -
     out, lse = run(data, q, weight, 1000)
     latent = torch.cat(data.latent).bfloat16()
     keys, values = (latent @ weight.T).view(-1, HEADS, 256).split(128, 2)
-    q_width = 192 if layout == "fp8" else 128  # the fused row has a bf16 rope
-    (q8, q_scale), (k8, k_scales), (v8, v_scale) = (
-        mla.quantize_per_token(q[..., :q_width], target="cpu"), mla.quantize_per_token(keys, target="cpu"),
-        mla.quantize_per_head(values, target="cpu"),
-    )  # fmt: skip
-    rest = {} if layout == "fp8" else {"q_rope": q[..., 128:]}
+    q8, q_scale = mla.quantize_per_token(q, target="cpu")
+    v8, v_scale = mla.quantize_per_head(values, target="cpu")
+    if layout == "fp8":
+        k8, k_scales = mla.quantize_per_token(keys, target="cpu")
+        rest = {}
+    else:  # the fused row has a bf16 rope too
+        k8, k_scales = mla.quantize_per_tensor(keys, target="cpu")
+        q8, rest = q8[..., :128], {"q_rope": (q[..., 128:] / (q_scale * k_scales).unsqueeze(2)).bfloat16()}
     expected, expected_lse = reference.prefill(
         q8, k8, v8, data.cache.layer(data.layer_idx), masks.CausalMask(), data.input_row_offsets,
-        torch.tensor(offsets_of(TOTALS)), SCALE, q_scale=q_scale, k_scales=k_scales, v_scale=v_scale,
-        rope_prescaled=False, **rest,
+        torch.tensor(offsets_of(TOTALS)), SCALE, q_scale=q_scale, k_scales=k_scales, v_scale=v_scale, **rest,
     )  # fmt: skip
     assert out.dtype == torch.bfloat16
     assert_output(out, expected, "bf16")
@@ -154,6 +155,16 @@ def test_a_replay_follows_new_lengths(seed: int) -> None:
         torch.testing.assert_close(step.output[:rows], expected, rtol=2**-7, atol=1e-2)
         torch.testing.assert_close(lse[:rows], expected_lse, rtol=0, atol=2e-5)
         assert (step.output[rows:] == 3.0).all(), "rows of no sequence stay"
+
+
+@pytest.mark.parametrize("what", ["keys", "queries"])
+def test_where_the_rope_is_all_there_is(what: str) -> None:
+    data, q, weight = job()
+    (weight if what == "keys" else q[..., :128]).zero_()
+    out, lse = run(data, q, weight, 50)
+    exact, exact_lse = run(data, q, weight, 50, attention_dtype=None)
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=2e-2)
+    assert (out.double() - exact.double()).norm() <= 5e-2 * exact.double().norm()
 
 
 def test_traced() -> None:
