@@ -25,14 +25,14 @@
 //   131072  Q            3 x 3 sub-tiles of [64 rows][128 B]; the last and 8192 bytes more are V's second stage
 //                        where no item has a third block of rows
 //   212992  items        3 x 3 x 48: two slots and the draft of each row group
-//   213424  table        33 x 32: the order of work of up to 32 sequences
-//   214480  rope jobs, tags of K stages, 17 mbarriers
+//   213424  table        33 x 48: the order of work of up to 32 sequences
+//   215008  rope jobs, tags of K stages, 17 mbarriers
 //
 // Numerics: scores in fp32, base-2 exponentials with the scale as a factor of the exponent; a row keeps its reference
 // until its maximum grows by 2^8 (decided row by row); hidden keys by select; P rounded to the inputs' type; rows of V
 // past the last key zeroed in shared memory; l and O in fp32, LSE formed once at the end. Key tiles begin at multiples
-// of 128 from a sequence's first key and are added in order by one warpgroup: nothing of a row depends on the rest of
-// the batch.
+// of 128 from a sequence's first key and are added in order by one warpgroup, or by one for each part of the keys and the
+// parts in order; how many there are its own lengths say: nothing of a row depends on the rest of the batch.
 //
 // Budget of a tile of 192 x 128: 15.7 MFLOP, 3,840 cycles of the tensor cores; 80 KB from L2, 21 B a cycle; about 440
 // issue slots of each of 12 warps beside the products, 1,320 of each scheduler. The power limit (700 W) sets the clock.
