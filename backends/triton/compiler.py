@@ -163,6 +163,7 @@ def _type(kind: str | None) -> str:
     if found := re.fullmatch(r"map<(\w+)(\[.*\])>", kind):
         from triton.experimental.gluon.language import NVMMASharedLayout
 
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=found[2].count(",") + 1)
+        width, inner = ITEMSIZE[found[1]], int(found[2].rstrip("]").rpartition(",")[2])
+        layout = NVMMASharedLayout(min(128, inner * width), 8 * width, rank=found[2].count(",") + 1)
         return f"tensordesc<{found[1]}{found[2]},{layout!r}>"
     return kind

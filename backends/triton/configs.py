@@ -70,7 +70,7 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 _FP8_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_8*": {192: (Tile(64, 32, 8, 2),), 256: (Tile(32, 32, 8, 1),)},
     "sm_12*": {192: (Tile(64, 32, 8, 2),), 256: (Tile(32, 32, 8, 1),)},
-    "sm_9*": {192: (Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)), 256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1))},
+    "sm_9*": {192: (Tile(128, 64, 8, 5), Tile(64, 32, 8, 2)), 256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1))},
     "sm_10*": {192: (Tile(128, 64, 8, 1), Tile(64, 32, 8, 2)), 256: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1))},
     "gfx950": {192: (Tile(128, 64, 4, 1), *_SMALL_AMD), 256: (Tile(64, 32, 4, 1),)},
     "gfx90a": {192: (Tile(128, 32, 4, 1), *_SMALL_AMD), 256: (Tile(32, 32, 4, 1),)},
@@ -81,18 +81,27 @@ _FP8_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 LEAST_BLOCK_M = 16
 # float32 runs on the plain arithmetic units (TF32 is never used).
 _FLOAT32 = (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
-#: The warp-specialised kernel of sm_90: query rows and keys of a step, stages, registers of a consumer's and a
-#: producer's thread.
-HOPPER = {
-    "BLOCK_M": 192,
-    "BLOCK_N": 128,
-    "STAGES_K": 2,
-    "STAGES_V": 1,
-    "CONSUMER_REGISTERS": 160,
-    "PRODUCER_REGISTERS": 32,
-}
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """How the warp-specialised kernel of sm_90 is cut: rows and keys, stages, registers of each role's threads."""
+
+    block_m: int
+    block_n: int
+    stages_k: int
+    stages_v: int
+    consumer_registers: int
+    producer_registers: int
+
+
 #: Query rows of one of its consumers.
 HOPPER_ROWS = 64
+#: New tokens of a sequence, on the mean of a batch, from which its tall tiles pay.
+HOPPER_TALL_TOKENS = 2048
+#: For 16-bit inputs a low tile and a tall one, for fp8 a low one.
+_HOPPER = (HopperConfig(128, 128, 2, 2, 216, 72), HopperConfig(192, 128, 2, 1, 160, 32))
+_HOPPER_FP8 = (HopperConfig(128, 128, 3, 3, 224, 56),)
 #: Bytes of keys and values that one group of heads may keep in the L2 cache; H200: 60 MB in two halves.
 L2_BYTES = 16 << 20
 
@@ -150,3 +159,8 @@ def choose(arch: str, problem: Problem, limit: int) -> Tile | None:
     """Return the most wanted tile that fits into `limit` bytes of shared memory."""
     fitting = (tile for tile in tiles(arch, problem) if tile_bytes(tile, arch, problem) <= limit)
     return next(fitting, None)
+
+
+def hopper(problem: Problem) -> tuple[HopperConfig, ...]:
+    """Return the configurations of the warp-specialised kernel for a problem, the lowest query tile first."""
+    return _HOPPER_FP8 if problem.dtypes.startswith("fp8") else _HOPPER

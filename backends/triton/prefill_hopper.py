@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,50 +13,63 @@ import torch
 from mla.backends.triton import configs, runtime
 from mla.backends.triton.arguments import query_tiles, schedule_batch, slots_bytes, values_of
 from mla.backends.triton.compiler import ELEMENT_TYPES, KernelSpec
+from mla.backends.triton.configs import HopperConfig
 from mla.backends.triton.prefill import INDEX, Prefill, check_strides, divisible, has_work, schedule_spec, strides
-from mla.backends.triton.runtime import TensorMap
+from mla.backends.triton.runtime import Kernel, TensorMap
 from mla.masks import CausalMask, NullMask
 from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 
-#: Rows of a core matrix, which swizzles repeat after: a box of the copy engine holds whole ones.
+#: Rows after which a swizzle begins anew: a box of the copy engine holds whole such groups.
 _LEAST_BOX = 8
 _COUNTER_BYTES = 4
+_LEAST_ROWS = 16  # whose stride, where they are columns of bytes, the copy engine takes
+_SCALES = ("q_scale", "k_scales", "v_scale", "rope_scales")
 
 
-def attention_spec(problem: Problem) -> KernelSpec:
+def _elements(problem: Problem) -> tuple[str, str]:
+    """Return Triton's types of q, k and v, and of the rope on both sides."""
+    data, _, rope = problem.dtypes.partition("+")
+    element = configs.fp8_type("sm_90a") if data == "fp8" else ELEMENT_TYPES[data]
+    return element, ELEMENT_TYPES["bf16"] if rope == "bf16_rope" else element
+
+
+def attention_spec(problem: Problem, config: HopperConfig) -> KernelSpec:
     """Describe the attention kernel. It takes every parameter; absent ones are null."""
     assert problem.mask is not None
-    element, rows, n = ELEMENT_TYPES[problem.dtypes], configs.HOPPER_ROWS, configs.HOPPER["BLOCK_N"]
+    n, rows, features = config.block_n, configs.HOPPER_ROWS, problem.features
     nope, v_head_dim = problem.qk_nope_head_dim, problem.v_head_dim
-    box = max(math.gcd(problem.page_size, n), _LEAST_BOX)
+    (element, rope), box = _elements(problem), max(math.gcd(problem.page_size, n), _LEAST_BOX)
+    values = f"[1, {v_head_dim}, {n}]" if "v_transposed" in features else f"[{n}, 1, {v_head_dim}]"
     types: dict[str, str | None] = {"output": "*" + ELEMENT_TYPES[problem.out_dtype], "lse": "*fp32"}
-    types |= {
-        "q_map": f"map<{element}[{rows}, 1, {nope}]>",
-        "q_rope_map": f"map<{element}[{rows}, 1, {QK_ROPE_HEAD_DIM}]>",
-    }
-    types |= {"k_map": f"map<{element}[{n}, 1, {nope}]>", "v_map": f"map<{element}[{n}, 1, {v_head_dim}]>"}
-    types |= {"rope_map": f"map<{element}[1, {box}, {QK_ROPE_HEAD_DIM}]>", "v": "*" + element, "rope": "*" + element}
-    types |= dict.fromkeys(("page_table", "page_indptr", *INDEX), "*i32") | {"sinks": "*fp32"}
+    types |= {"q_map": f"map<{element}[{rows}, 1, {nope}]>"}
+    types |= {"q_rope_map": f"map<{rope}[{rows}, 1, {QK_ROPE_HEAD_DIM}]>"}
+    types |= {"k_map": f"map<{element}[{n}, 1, {nope}]>", "v_map": f"map<{element}{values}>"}
+    types |= {"rope_map": f"map<{rope}[1, {box}, {QK_ROPE_HEAD_DIM}]>", "v": "*i32", "rope": "*" + rope}
+    types |= dict.fromkeys(("page_table", "page_indptr", *INDEX), "*i32") | dict.fromkeys(("sinks", *_SCALES), "*fp32")
     types |= dict.fromkeys(("slots", "c0", "c1", "c2", "c3"), "*i32")
     types |= dict.fromkeys(("batch_size", "num_heads", "num_slots", "flags", "rope_length"), "i32")
-    types |= strides(types, ("output", "lse", "v")) | {"stride_table": "i64", "scale": "fp32"}
+    types |= strides(types, ("output", "lse")) | dict.fromkeys(("stride_table", "stride_v_h", "stride_v_d"), "i64")
+    types |= dict.fromkeys(("stride_q_scale", "stride_k_scales", "stride_v_scale"), "i32")
+    types |= {"stride_rope_scales_page": "i64", "stride_rope_scales_t": "i32", "scale": "fp32"}
     constants = {
         "ROPE": problem.rope,
         "CSR": problem.csr,
-        "SPLIT_Q": "split_q" in problem.features,
-        "HAS_SINKS": "sinks" in problem.features,
-        "HAS_LSE": "lse" in problem.features,
+        "SPLIT_Q": "split_q" in features,
+        "HAS_SINKS": "sinks" in features,
+        "HAS_LSE": "lse" in features,
+        "PRESCALED": "rope_prescaled" in features,
+        "HAS_V_SCALE": "v_scale" in features,
         "PAGE_SIZE": max(problem.page_size, 1),
         "BOX": box,
         "NOPE": nope,
         "ROPE_DIM": QK_ROPE_HEAD_DIM,
         "V": v_head_dim,
-        **configs.HOPPER,
+        **{name.upper(): value for name, value in asdict(config).items()},
         "L2_BYTES": configs.L2_BYTES,
     }
     return KernelSpec(
         "prefill_hopper.prefill", tuple(types.items()), tuple(constants.items()), problem.mask,
-        divisible(problem, types), gluon=True,
+        divisible(problem, types | {"v": None}), gluon=True,
     )  # fmt: skip
 
 
@@ -64,6 +79,8 @@ class PrefillHopper(Prefill):
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
         """Return why a problem cannot be served, or None."""
+        if problem.dtypes.startswith("fp8") and "v_transposed" not in problem.features:
+            return "wgmma multiplies fp8 values only where they lie as columns: V^T, contiguous along its rows"
         try:
             import triton.experimental.gluon  # noqa: F401
         except ImportError as error:
@@ -73,34 +90,51 @@ class PrefillHopper(Prefill):
     @staticmethod
     def workspace_bytes(problem: Problem, *, T: int, L: int, B: int, H: int) -> int:
         """Return the bytes of the schedule of a batch and of the counter of items."""
-        return slots_bytes(query_tiles(T, B, configs.HOPPER["BLOCK_M"]), B) if B > 1 else _COUNTER_BYTES
+        lowest = min(config.block_m for config in configs.hopper(problem))
+        return slots_bytes(query_tiles(T, B, lowest), B) if B > 1 else _COUNTER_BYTES
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
-        """Describe the kernels."""
-        return schedule_spec(problem, configs.HOPPER["BLOCK_M"]), attention_spec(problem)
+        """Describe the kernels, for both heights of query tiles where there are two."""
+        return tuple(
+            spec
+            for config in configs.hopper(problem)
+            for spec in (schedule_spec(problem, config.block_m), attention_spec(problem, config))
+        )
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
-        """Compile; return the callable that only launches."""
-        schedule, attention = (
-            runtime.load(spec, device) for spec in PrefillHopper.specs(problem, runtime.arch_of(device))
-        )
+        """Compile for short sequences; return the callable that launches.
+
+        Taller query tiles are compiled when a call comes whose sequences are long enough for them.
+        """
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        block_m, block_n = configs.HOPPER["BLOCK_M"], configs.HOPPER["BLOCK_N"]
+        low, *tall = configs.hopper(problem)
+        absent = _absent()
+
+        @functools.cache
+        def kernels(config: HopperConfig) -> tuple[Kernel, Kernel]:
+            specs = schedule_spec(problem, config.block_m), attention_spec(problem, config)
+            return runtime.load(specs[0], device), runtime.load(specs[1], device)
+
+        kernels(low)
 
         def run(args: PrefillArgs) -> None:
             if not has_work(args):
                 return
-            values = values_of(problem, args)
-            check_strides(values, block_n)
+            values = absent | values_of(problem, args)
+            tokens, batch = args.q.shape[0], values["batch_size"]
+            config = tall[0] if tall and tokens >= configs.HOPPER_TALL_TOKENS * batch else low
+            schedule, attention = kernels(config)
+            check_strides(values, config.block_n)
             values |= _maps(problem, values)
-            # Hidden scores are minus infinity before they are scaled, and minus infinity times zero is no number.
-            values["scale"] = max(values["scale"], 1e-30)
-            num_slots = query_tiles(args.q.shape[0], values["batch_size"], block_m)
+            if args.q_scale is None:
+                # Hidden scores are minus infinity before they are scaled, and minus infinity times zero is no number.
+                values["scale"] = max(values["scale"], 1e-30)
+            num_slots = query_tiles(tokens, batch, config.block_m)
             schedule_batch(values, args, num_slots, schedule)
             items = num_slots * values["num_heads"]
-            if values["batch_size"] == 1:
+            if batch == 1:
                 values["num_slots"] = num_slots
                 if items > multiprocessors:
                     values["slots"] = _counter(args)
@@ -110,28 +144,40 @@ class PrefillHopper(Prefill):
 
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
-        """Yield the usual problems, and one with everything that the kernel can do."""
+        """Yield the usual problems, and some with everything that the kernel can do."""
         if arch != "sm_90a":
             return
-        features = frozenset({"lse", "batch_invariant"})
-        for dtypes in ("bf16", "fp16"):
-            for mask in (CausalMask().program, NullMask().program):
-                yield Problem("prefill", dtypes, dtypes, page_size=64, rope="paged", mask=mask, features=features)
+        causal, features = CausalMask().program, frozenset({"lse", "batch_invariant"})
+        usual: dict[str, Any] = {"page_size": 64, "rope": "paged"}
+        yield Problem("prefill", "bf16", "bf16", mask=causal, features=features, **usual)
+        yield Problem("prefill", "fp16", "fp16", mask=NullMask().program, features=features, **usual)
         yield Problem("prefill", "bf16", "bf16", page_size=1, csr=True, rope="paged", mask=NullMask().program)
         everything = features | {"sinks", "split_q"}
-        for rope in ("batched", "ragged"):
-            yield Problem("prefill", "bf16", "fp32", rope=rope, mask=CausalMask().program, features=everything)
+        yield Problem("prefill", "bf16", "fp32", rope="ragged", mask=causal, features=everything)
+        fp8 = features | {"q_scale", "k_scales", "v_transposed"}
+        scaled, split = fp8 | {"scales", "v_scale"}, fp8 | {"split_q", "rope_prescaled"}
+        yield Problem("prefill", "fp8", "bf16", mask=causal, features=scaled, granularity=576, **usual)
+        yield Problem("prefill", "fp8+bf16_rope", "bf16", mask=causal, features=split, **usual)
+
+
+def _absent() -> dict[str, Any]:
+    """Return values for what a call without scales does not bring."""
+    strides = ("v_d", "q_scale", "k_scales", "v_scale", "rope_scales_page", "rope_scales_t")
+    return dict.fromkeys(_SCALES) | {f"stride_{name}": 0 for name in strides}
 
 
 def _maps(problem: Problem, values: dict[str, Any]) -> dict[str, TensorMap]:
-    """Return the tensors that the copy engine reads. A map has at least one row: zeros stand for none."""
+    """Return the tensors that the copy engine reads. A map is never empty: zeros stand for no rows."""
     q, k, v, rope = (values[name] for name in ("q", "k", "v", "rope"))
     if k.shape[0] == 0:
-        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
+        k, v = k.new_zeros(_LEAST_ROWS, *k.shape[1:]), v.new_zeros(*v.shape[1:], _LEAST_ROWS).permute(2, 0, 1)
+        v = v if "v_transposed" in problem.features else v.contiguous()
     if problem.rope == "ragged":
         rope = rope[None]
     if rope.numel() == 0:
         rope = rope.new_zeros(1, 1, QK_ROPE_HEAD_DIM)
+    if "v_transposed" in problem.features:
+        v = v.permute(1, 2, 0)
     tensors = {"q_map": q, "q_rope_map": q if values["q_rope"] is None else values["q_rope"]}
     tensors |= {"k_map": k, "v_map": v, "rope_map": rope}
     return {name: TensorMap(tensor) for name, tensor in tensors.items()}

@@ -30,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 ARCHS = ("sm_80", "sm_90a", "gfx90a", "gfx942", "gfx950")
 #: Bytes of stack that those may have.
 STACK_BYTES = 96
-HOPPER_STACK_BYTES = 160
+HOPPER_STACK_BYTES = 192
 CASES = [
     pytest.param(arch, entry, index, problem, id=f"{arch}-{entry.__name__}-{index}")
     for arch in ARCHS
