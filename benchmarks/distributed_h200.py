@@ -6,8 +6,8 @@ Every rank also holds the whole problem and computes the answer of one GPU itsel
 slowest rank's time, by events, with the host ahead of the GPU; "idle" is with a GPU that waits for the host, "host"
 what the host takes to make the call. "work" is the context-parallel call with its transfers left out (each rank then
 takes its own queries for the others'), "transfers" is the call with its attention left out, "hidden" the share of the
-shorter of the two that does not show in the whole, "undivided" the call with all own heads done first. Without a GPU
-the same script runs small on gloo and checks itself; its times then mean nothing.
+shorter of the two that does not show in the whole. Without a GPU the same script runs small on gloo and checks itself;
+its times then mean nothing.
 """
 
 from __future__ import annotations
@@ -276,8 +276,6 @@ def time_step(step: Step, place: Place, runs: int) -> dict[str, Any]:
         work = measure(lambda: problem.context_parallel(mask), place, runs)
     with without_attention():
         transfers = measure(lambda: problem.context_parallel(mask), place, runs)
-    with mock.patch.object(context_parallel, "own_heads_first", lambda count: count):
-        undivided = measure(lambda: problem.context_parallel(mask), place, runs)
     calls = {"one": problem.one_device, "heads": problem.head_parallel, "keys": problem.context_parallel}
     more = {}
     for name, call in calls.items():
@@ -286,7 +284,7 @@ def time_step(step: Step, place: Place, runs: int) -> dict[str, Any]:
     return {
         "step": step.name, "heads": step.heads, "cached": step.cached, "new": step.new,
         "one_ms": one, "heads_ms": heads, "keys_ms": keys, "work_ms": work, "transfers_ms": transfers,
-        "keys_undivided_ms": undivided, "hidden": (work + transfers - keys) / min(work, transfers),
+        "hidden": (work + transfers - keys) / min(work, transfers),
         "heads_efficiency": one / heads / place.world, "keys_efficiency": one / keys / place.world,
         "one_tflops": step.flops / one / 1e9, **more,
     }  # fmt: skip
@@ -408,8 +406,8 @@ def show(report: Report) -> None:
     """Print the times as a table, and their sums."""
     say, times = report.place.say, report.found.get("times", [])
     columns = (
-        "one_ms", "heads_ms", "keys_ms", "work_ms", "transfers_ms", "keys_undivided_ms", "one_idle_ms",
-        "keys_idle_ms", "one_host_ms", "keys_host_ms",
+        "one_ms", "heads_ms", "keys_ms", "work_ms", "transfers_ms", "one_idle_ms", "keys_idle_ms",
+        "one_host_ms", "keys_host_ms",
     )  # fmt: skip
     say(
         f"{'step':>6}{'H':>5}"

@@ -228,11 +228,6 @@ class _Job:
         return mask
 
 
-def own_heads_first(count: int) -> int:
-    """Return how many own heads are attended while the first queries travel; the others, while the last result does."""
-    return count // 2
-
-
 def _go_round(
     job: _Job,
     result: _Result,
@@ -249,7 +244,7 @@ def _go_round(
         job.attend(q, weight, 0, result, sinks)
         return
     own, from_others = job.result_in(job.room()), None
-    first = own_heads_first(count)
+    half = count // 2
 
     def attend_own(heads: slice) -> None:
         if heads.start < heads.stop:
@@ -260,7 +255,7 @@ def _go_round(
 
     arriving = exchange((q, weight), -1, group)
     returning = None
-    attend_own(slice(0, first))
+    attend_own(slice(0, half))
     for step in range(1, world):
         their_q, their_weight = arriving.wait()
         if step + 1 < world:
@@ -270,7 +265,7 @@ def _go_round(
         if returning is not None:
             from_others = job.joined(from_others, returning)
         returning = exchange((room,), step, group)
-    attend_own(slice(first, count))
+    attend_own(slice(half, count))
     assert returning is not None
     from_others = job.joined(from_others, returning)
     result.become(own, from_others, job.target)
