@@ -58,7 +58,7 @@ def test_kernels_keep_their_registers_and_the_tensor_cores_asynchronous(name: st
     spec, tile = prefill_spec(problem, variant), tile_of(problem)
     binary = compiler.compile_unit(compiler.unit(spec, "sm_90a"))
     # The bodies for tiles with a scale for each key, and the producer with its 32 registers, may put away a few words.
-    spills = 0 if tile.row_groups == 2 else 160
+    spills = 0 if tile.row_groups == 2 else 160 if variant.value_scales else 80
     assert int(str(binary.report["spill_store_bytes"])) <= spills
     assert binary.report["registers"] == 65536 // spec.threads // 8 * 8
     assert spec.shared_bytes <= 227 * 1024
@@ -71,22 +71,15 @@ def test_kernels_keep_their_registers_and_the_tensor_cores_asynchronous(name: st
     file.write_bytes(binary.code)
     lines = subprocess.run([tool, "-sass", str(file)], capture_output=True, text=True, check=True).stdout.splitlines()
 
-    def places(instruction: str) -> list[int]:
-        return [i for i, line in enumerate(lines) if f" {instruction}" in line]
+    def count(instruction: str) -> int:
+        return sum(f" {instruction}" in line for line in lines)
 
     # Whole tiles: one scale, a scale a key, masked; and the first half of a masked one. Of an unscaled rope no two keys
     # have one scale; softcap masks every tile.
     whole = 3 - (problem.dtypes != "fp8" and "rope_prescaled" not in problem.features) - (tile.row_groups == 2) * 2
     fp8_rope = problem.dtypes == "fp8"
-    assert len(places("QGMMA")) == whole * (4 + 2 * fp8_rope + 4) + 4 + 2 * fp8_rope + 2
-    assert len(places("HGMMA")) == 0 if fp8_rope else 4 * (whole + 1)
-    if whole == 3:
-        # The loop that matters, over tiles of one scale, comes first: in it at most a word is put away.
-        first = places("QGMMA")[0]
-        last = places("QGMMA")[8 + 2 * fp8_rope - 1]
-        redo = places("FMNMX")[0]
-        in_loop = [i for kind in ("STL", "LDL") for i in places(kind) if first < i < min(last, redo)]
-        assert len(in_loop) <= 2 * (1 + (variant.value_scales or problem.mask is SINK_WINDOW.program)), in_loop
+    assert count("QGMMA") == whole * (4 + 2 * fp8_rope + 4) + 4 + 2 * fp8_rope + 2
+    assert count("HGMMA") == (0 if fp8_rope else 4 * (whole + 1))
 
 
 def test_tiles_depend_on_nothing_that_changes_by_step() -> None:

@@ -98,6 +98,18 @@ def test_one_scale_for_all_keys(dtypes: str, lse: bool, on_host: Run, seed: int)
         assert_lse(outputs["lse"], expected_lse, "fp8")
 
 
+def test_tiles_of_one_scale_among_others(on_host: Run, seed: int) -> None:
+    on_host()
+    case = dataclasses.replace(FP8, v_transposed=False, mask="none", lengths=((500, 100), (300, 1)))
+    problem = with_one_scale(case, seed)
+    problem.keywords["k_scales"][130:300] = 0.8
+    problem.keywords["k_scales"][500] = 1.5
+    expected, _ = problem.expect()
+    outputs = {**problem.outputs(), "lse": None}
+    mla.prefill(**problem.operands, **problem.keywords, **outputs, target="cuda")
+    assert_output(outputs["output"], expected, "fp8", 0.6)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(on_host: Run, seed: int) -> None:
     """Rows whose logits grow begin a tile anew; the others of their warp come out the same, to the bit."""
     on_host()

@@ -12,6 +12,10 @@ enum class Body {
   kMasked  // some hidden, or logits that are more than scaled scores
 };
 
+// Beside the classes of tiles: what a body returns that takes a tile to have one scale, and a visible tile of which
+// nothing is taken.
+constexpr uint32_t kManyScales = kEnd + 1, kUnsure = kEnd + 2;
+
 struct Consumer {
   const PrefillParams& p;
   const Shared& shared;
@@ -62,7 +66,8 @@ struct Consumer {
     }
   }
 
-  // One key tile, of which the first W keys are looked at; its K has arrived. Returns the class of the next one.
+  // One key tile, of which the first W keys are looked at; its K has arrived. Returns the class of the next one, or
+  // kManyScales, with nothing done, where the tile has more than one scale.
   template <Body kBody, int W> MLA_DEVICE uint32_t step(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
     constexpr bool kOnes = kSumByProduct && kBody == Body::kUniform;
     const TileHead* head = shared.head(k.count);
@@ -83,7 +88,9 @@ struct Consumer {
     if constexpr (!kRopePlain)
       read_row_scales(factor, kBody == Body::kUniform ? p.logit_scale * head->factor : p.logit_scale);
     const uint32_t tag = __reduce_or_sync(~0u, head->tag);  // the same in all lanes, and now ptxas knows
+    const bool as_expected = kBody != Body::kUniform || one_scale();
     wgmma_wait_group<0>();
+    if (!as_expected) return kManyScales;
     const uint32_t next = class_in(tag, group);
     if constexpr (kBody == Body::kUniform) release(shared.k_empty(k.stage()));
     if (next == kEnd) release(shared.q_empty(group));
@@ -164,15 +171,25 @@ struct Consumer {
     return next;
   }
 
+  // Whether all keys of the tile at hand have one scale; the same in all lanes.
+  MLA_DEVICE bool one_scale() const {
+    return __reduce_or_sync(~0u, __float_as_uint(shared.head(k.count)->factor)) != 0;
+  }
+
+  // The tile at hand, and the class of the next one. After a visible tile of one scale the next visible one is taken for
+  // such a tile, too: its products are issued before that is known.
   MLA_DEVICE uint32_t work(uint32_t type, float (&o)[MLA_V_DIM / 2], RowSums& sums) {
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+    if (type == kVisible && !kRopePlain && !MLA_SOFTCAP) {
+      const uint32_t next = step<Body::kUniform, kBlockN>(o, sums);
+      return next == kManyScales ? kUnsure : next;
+    }
     if (type == kHidden) return skip();
     if (type == kHalf) return step<Body::kMasked, kBlockN / 2>(o, sums);
-    if (MLA_SOFTCAP || type == kPartial) return step<Body::kMasked, kBlockN>(o, sums);
-    if constexpr (!kRopePlain)
-      if (__reduce_or_sync(~0u, __float_as_uint(shared.head(k.count)->factor)) != 0)
-        return step<Body::kUniform, kBlockN>(o, sums);
-    return step<Body::kScaled, kBlockN>(o, sums);
+    if (type == kPartial || MLA_SOFTCAP) return step<Body::kMasked, kBlockN>(o, sums);
+    if (!kRopePlain && one_scale()) return kVisible;
+    const uint32_t next = step<Body::kScaled, kBlockN>(o, sums);
+    return next == kVisible ? kUnsure : next;
   }
 };
 

@@ -74,7 +74,7 @@ constexpr bool kSumByProduct = !MLA_LSE;
 
 // P is 2^(x - reference) up to 2^kHeadroom after the reference has moved, and may grow to 2^8: e4m3 reaches from 2^-9
 // to 448.
-constexpr float kHeadroom = 4.0f;
+constexpr float kHeadroom = 3.0f;
 
 // ---- parameters -----------------------------------------------------------------------------------------------------
 

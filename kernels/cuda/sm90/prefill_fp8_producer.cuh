@@ -109,9 +109,10 @@ struct Producer {
         mbarrier_arrive_expect_tx(full, kVTileBytes);
         load_rows(shared.raw(v.stage()), p.v, items->head, row, full);
       }
-    } else if (!values_by_copy(row)) {
+    } else {
+      // Waited for where a key warp copies, too: its own wait must not be for a round that has yet to begin.
       mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
-      if (lead()) {
+      if (lead() && !values_by_copy(row)) {
         const uint32_t full = shared.v_full(v.stage());
         mbarrier_arrive_expect_tx(full, kVTileBytes);
         cp_async_bulk_tensor_3d(shared.v(v.stage()), p.v, row, 0, items->head, full, kEvictLast);
