@@ -1,6 +1,6 @@
 """Time plan, gather and merge of the Triton backend, and the host cost of a call.
 
-    python benchmarks/triton_small_ops.py
+    python benchmarks/triton_small_ops.py [--json FILE]
 
 GPU times are the durations of the kernels by the profiler, medians; bandwidth counts bytes read and written once,
 beside a device copy of as many bytes in the same run. Host times come
@@ -9,11 +9,15 @@ first, because the profiler slows the launches of its process.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from prefill_h200 import environment
 from torch.profiler import ProfilerActivity, profile
 
 import mla
@@ -113,18 +117,26 @@ def prefill() -> Measured:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    args = parser.parse_args()
     everything = [plan(batch) for batch in (1, 64, 1024, 65536)]
     everything += [gather(page_size) for page_size in (1, 16, 64)]
     everything += [merge(dtype) for dtype in (torch.bfloat16, torch.float32)]
     everything.append(prefill())
     host = [host_microseconds(run) for _, run, _, _ in everything]
+    results: dict[str, dict[str, float]] = {}
     for (name, run, moved, copy), host_time in zip(everything, host, strict=True):
         ours = kernel_microseconds(run)
+        found = results[name] = {"host_us": host_time, "kernel_us": ours}
         line = f"{name:20} host {host_time:5.1f} us, kernel {ours:6.1f} us"
         if copy is not None:
             theirs = kernel_microseconds(copy)
+            found |= {"gbytes": moved / ours / 1e3, "of_copy": theirs / ours}
             line += f", {moved / ours / 1e3:5.0f} GB/s, copy {moved / theirs / 1e3:5.0f}, ratio {theirs / ours:.2f}"
-        print(line)
+        print(line, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1))
 
 
 if __name__ == "__main__":
