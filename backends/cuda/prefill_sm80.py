@@ -100,7 +100,7 @@ TILES = {
     ),
     (256, 256): (Tile(8, 16, 64, 1), Tile(4, 16, 32, 1)),
 }
-#: The addresses of a bias, values that are transposed and fp8 that is widened by arithmetic need registers that the
+#: The addresses of a bias, values transposed byte by byte and fp8 that is widened by arithmetic need registers that the
 #: largest tile does not leave.
 _MOST_ACCUMULATORS_WITH_COMPANY = 160
 _WITHOUT_FP8_CONVERSION = ("sm_80", "sm_86", "sm_87")
@@ -116,7 +116,8 @@ def shared_limit(arch: str) -> int:
 def tile_of(problem: Problem, arch: str) -> Tile | None:
     """Choose the first tile that fits the registers and the shared memory of an architecture."""
     by_arithmetic = problem.dtypes.startswith("fp8") and arch in _WITHOUT_FP8_CONVERSION
-    company = by_arithmetic or problem.features & {"bias", "v_transposed"}
+    by_bytes = "v_transposed" in problem.features and problem.alignment < 16
+    company = by_arithmetic or by_bytes or "bias" in problem.features
     for tile in TILES[problem.dims]:
         spacious = not company or tile.accumulators(problem.dims) <= _MOST_ACCUMULATORS_WITH_COMPANY
         if spacious and tile.fits(problem, shared_limit(arch)):

@@ -51,7 +51,7 @@ MLA_DEVICE void multiply_qk_widened(Scores& s, uint32_t q, uint32_t k) {
   const int id = thread_id(), lane = id % 32, flip = swizzle<kQkRowBytes>(lane % 8);
   const uint32_t q_at = q + (id / 32 * kWarpRows + lane % kWarpRows) * kQkRowBytes + flip;
   const uint32_t k_at = k + lane * kQkRowBytes + flip;
-#pragma unroll 2
+#pragma unroll 1  // the widened fragments of one step are as many as there are registers for
   for (int step = 0; step < kNopeBytes / 16; step++) {
     uint32_t a[4], wide[kMTiles][4];
     ldmatrix_x4(a, step_address<kQkRowBytes, 16>(q_at, step));

@@ -11,31 +11,29 @@ constexpr bool kTransposed = MLA_V_TRANSPOSED;
 static_assert(kFp8Data || !kTransposed, "V^T is a form of fp8 values");
 
 struct ValueCopy {
-  static constexpr int kBlocks = kBlockN / 4 * (kVDim / 4) / MLA_THREADS;
-  static_assert(kBlockN % 32 == 0 && kBlockN / 4 * (kVDim / 4) % MLA_THREADS == 0, "whole blocks for every thread");
+  // Eight lanes read 32 keys of a column, a warp four columns at a time; the blocks of a thread have the same keys.
+  static constexpr int kColumns = MLA_THREADS / (kBlockN / 4) * 4;  // of all threads in a block each
+  static constexpr int kBlocks = kVDim / kColumns;
+  static_assert(kBlockN % 32 == 0 && MLA_THREADS % kBlockN == 0 && kVDim % kColumns == 0,
+                "whole blocks for every thread");
   uint32_t columns[kTransposed ? kBlocks : 1][4];  // four keys each
 
-  // First key and column of this thread's block: eight lanes read 32 keys of a column.
-  MLA_DEVICE static int key(int block) {
-    const int n = block * MLA_THREADS + thread_id();
-    return n % 8 * 4 + n / 32 % (kBlockN / 32) * 32;
-  }
-  MLA_DEVICE static int column(int block) {
-    const int n = block * MLA_THREADS + thread_id();
-    return (n / 32 / (kBlockN / 32) * 4 + n / 8 % 4) * 4;
-  }
+  // First key and column of this thread's first block.
+  MLA_DEVICE static int key() { return thread_id() % 8 * 4 + thread_id() / 32 % (kBlockN / 32) * 32; }
+  MLA_DEVICE static int column() { return (thread_id() / kBlockN * 4 + thread_id() / 8 % 4) * 4; }
 
   // Without a tile zeros: what was loaded before need not be kept.
   MLA_DEVICE void load(const PrefillParams& p, const Item& item, int tile) {
     if constexpr (kTransposed) {
-      const int first = tile * kBlockN, count = tile >= 0 ? item.n_keys - first : 0;
-      const uint8_t* keys = reinterpret_cast<const uint8_t*>(p.v) + item.head * p.v_stride_h + item.k_row + first;
-      const bool whole = MLA_ALIGNMENT >= 4 && item.k_row % 4 == 0 && count >= kBlockN;
+      const int first = tile * kBlockN, count = tile >= 0 ? item.n_keys - first - key() : 0;
+      const bool whole = MLA_ALIGNMENT >= 4 && item.k_row % 4 == 0 && tile >= 0 && item.n_keys - first >= kBlockN;
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(p.v) + item.head * p.v_stride_h + item.k_row + first +
+                            column() * p.v_stride_t + key();
+      const int64_t next_block = (kColumns - 4) * p.v_stride_t;
 #pragma unroll
-      for (int block = 0; block < kBlocks; block++)
+      for (int block = 0; block < kBlocks; block++, from += next_block)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const uint8_t* from = keys + (column(block) + i) * p.v_stride_t + key(block);
+        for (int i = 0; i < 4; i++, from += p.v_stride_t) {
           uint32_t& four = columns[block][i];
           if (whole) {
             four = __ldg(reinterpret_cast<const uint32_t*>(from));
@@ -43,7 +41,7 @@ struct ValueCopy {
             four = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++)
-              if (key(block) + j < count) four |= uint32_t(__ldg(&from[j])) << 8 * j;
+              if (j < count) four |= uint32_t(__ldg(&from[j])) << 8 * j;
           }
         }
     }
@@ -51,16 +49,17 @@ struct ValueCopy {
 
   MLA_DEVICE void start(const PrefillParams& p, const Item& item, int tile, uint32_t to) const {
     if constexpr (kTransposed) {
+      to += key() * kVRowBytes;
 #pragma unroll
       for (int block = 0; block < kBlocks; block++) {
         const uint32_t (&c)[4] = columns[block];
-        const uint32_t even[2] = {prmt(c[0], c[1], 0x5140), prmt(c[0], c[1], 0x7362)},
-                       odd[2] = {prmt(c[2], c[3], 0x5140), prmt(c[2], c[3], 0x7362)};
+        const uint32_t low[2] = {prmt(c[0], c[1], 0x5140), prmt(c[2], c[3], 0x5140)},  // of keys 0 and 1
+            high[2] = {prmt(c[0], c[1], 0x7362), prmt(c[2], c[3], 0x7362)};  // of keys 2 and 3
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int row = key(block) + i;
-          st_shared(to + row * kVRowBytes + (column(block) ^ swizzle<kVRowBytes>(row)),
-                    prmt(even[i / 2], odd[i / 2], i % 2 ? 0x7632 : 0x5410));
+          const uint32_t (&pair)[2] = i < 2 ? low : high;
+          st_shared(to + i * kVRowBytes + (column() + block * kColumns ^ swizzle<kVRowBytes>(key() + i)),
+                    prmt(pair[0], pair[1], i % 2 ? 0x7632 : 0x5410));
         }
       }
     } else {
