@@ -409,6 +409,8 @@ def prefill(
         v_unit = tl.load(at_v_scale, mask=not v_scale_of_rows, other=0.0)  # acc counts in it
 
     kinds = tl.arange(0, KINDS)[None, :]
+    # The copy engine reads from multiples of 16 bytes; columns of values that begin elsewhere are loaded.
+    by_map = (k_row % 16 == 0) if v_map is not None else False
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -426,102 +428,122 @@ def prefill(
             others = _class(ahead, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, MASK_CLASS, BIASES, BLOCK_N)
             end = tl.minimum(end, tl.min(tl.where(others != kind, ahead, n_tiles), 0))
             at += SCAN
-        for MASKED in tl.static_range(0, 2):
-            last = tl.where(kind == (PARTIAL if MASKED else VISIBLE), end, n)
-            for i in range(n, last):
-                j = i * BLOCK_N
-                key = j + offs_n
-                inside = key < n_keys
-                j64 = j.to(tl.int64)
-                r_k = _rows(at_k + j64 * stride_k_t, offs_n, stride_k_t, offs_nope, inside, MASKED)
-                r_k = widen(r_k, OPERAND, FNUZ)
-                if ROPE == "paged":
-                    position = offset + key
-                    if MASKED:
-                        page = tl.load(table + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-                    else:
-                        page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-                    slot = position % PAGE_SIZE
-                    r_rope = _rows(rope, page * stride_rope_page + slot * stride_rope_t, 1, offs_rope, inside, MASKED)
-                    if rope_scales is not None:
-                        where_rope_scale = rope_scales + page * stride_rope_scales_page + slot * stride_rope_scales_t
-                else:
-                    r_rope = _rows(at_rope + j64 * stride_rope_t, offs_n, stride_rope_t, offs_rope, inside, MASKED)
-                    if rope_scales is not None:
-                        where_rope_scale = at_rope_scales + key * stride_rope_scales_t
-                r_rope = widen(r_rope, r_q_rope.dtype, FNUZ)
-                r_v = _values(at_v, v_map, h, k_row, j, offs_n, offs_v, stride_v_t, stride_v_d, inside, MASKED)
-                if not PV_FP8:
-                    r_v = widen(r_v, tl.float16, FNUZ)
-
-                if rope_scales is not None or k_scales is not None:
-                    # One load for all scales of a tile's keys: smaller ones Triton repeats in every thread that needs
-                    # an element.
-                    if k_scales is not None:
-                        where_scale = (at_k_scales + key * stride_k_scales)[:, None]
+        for BY_MAP in tl.static_range(0, 2 if v_map is not None else 1):
+            for MASKED in tl.static_range(0, 2):
+                here = (kind == (PARTIAL if MASKED else VISIBLE)) & (by_map == (BY_MAP == 1))
+                last = tl.where(here, end, n)
+                for i in range(n, last):
+                    j = i * BLOCK_N
+                    key = j + offs_n
+                    inside = key < n_keys
+                    j64 = j.to(tl.int64)
+                    r_k = _rows(at_k + j64 * stride_k_t, offs_n, stride_k_t, offs_nope, inside, MASKED)
+                    r_k = widen(r_k, OPERAND, FNUZ)
+                    if ROPE == "paged":
+                        position = offset + key
+                        if MASKED:
+                            page = tl.load(table + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+                        else:
+                            page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+                        slot = position % PAGE_SIZE
+                        r_rope = _rows(
+                            rope, page * stride_rope_page + slot * stride_rope_t, 1, offs_rope, inside, MASKED
+                        )
                         if rope_scales is not None:
-                            where_scale = tl.where(kinds == ROPE_SCALE, where_rope_scale[:, None], where_scale)
+                            where_rope_scale = (
+                                rope_scales + page * stride_rope_scales_page + slot * stride_rope_scales_t
+                            )
                     else:
-                        where_scale = where_rope_scale[:, None]
-                    wanted = inside[:, None] & (kinds <= K_SCALE)
-                    key_scales = tl.load(tl.broadcast_to(where_scale, [BLOCK_N, KINDS]), mask=wanted, other=0.0)
-                    pairs, _ = tl.split(tl.trans(tl.reshape(key_scales, [BLOCK_N, 2, 2]), 0, 2, 1))
-                    r_rope_scale, r_k_scale = tl.split(pairs)
+                        r_rope = _rows(at_rope + j64 * stride_rope_t, offs_n, stride_rope_t, offs_rope, inside, MASKED)
+                        if rope_scales is not None:
+                            where_rope_scale = at_rope_scales + key * stride_rope_scales_t
+                    r_rope = widen(r_rope, r_q_rope.dtype, FNUZ)
+                    r_v = _values(
+                        at_v,
+                        v_map if BY_MAP == 1 else None,
+                        h,
+                        k_row,
+                        j,
+                        offs_n,
+                        offs_v,
+                        stride_v_t,
+                        stride_v_d,
+                        inside,
+                        MASKED,
+                    )
+                    if not PV_FP8:
+                        r_v = widen(r_v, tl.float16, FNUZ)
 
-                zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                s = _dot(r_q_rope, tl.trans(r_rope), zeros, INTERPRETED)
-                if rope_scales is not None:
-                    s *= r_rope_scale[None, :]
-                apart: tl.constexpr = k_scales is not None and not PRESCALED  # the rope has no part in the scales of k
-                nope = _dot(r_q, tl.trans(r_k), zeros if apart else s, INTERPRETED)
-                if NOPE_TAIL > 0:
-                    r_k_tail = _rows(at_k + NOPE + j64 * stride_k_t, offs_n, stride_k_t, offs_tail, inside, MASKED)
-                    nope = _dot(r_q_tail, tl.trans(widen(r_k_tail, OPERAND, FNUZ)), nope, INTERPRETED)
-                if k_scales is not None:
-                    nope *= r_k_scale[None, :]
-                if apart:
-                    if q_rope is not None:
-                        nope *= r_q_scale[:, None]
-                    s += nope
-                else:
-                    s = nope
-                if SOFTCAP:
-                    s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(s * (r_factor / softcap) * (2.0 * LOG2E))))
-                if MASKED:
-                    if not SOFTCAP:
-                        s *= r_factor
-                    row = m_first + offs_m[:, None]
-                    col = offset + key[None, :]
-                    visible = MASK_VISIBLE(b, h, start + row, col, c0, c1, c2, c3) & inside[None, :]
-                    s = tl.where(visible, s, float("-inf"))
-                    if BIASES > 0:
-                        s += LOG2E * MASK_BIAS(
-                            b, h, row, col,
-                            bias0, stride_bias0_b, stride_bias0_h, stride_bias0_q, rows_bias0, cols_bias0,
-                            bias1, stride_bias1_b, stride_bias1_h, stride_bias1_q, rows_bias1, cols_bias1,
-                        )  # fmt: skip
-                    m_new = tl.maximum(m_i, tl.max(s, 1) - P_EXPONENT)
-                    base = tl.where(m_new == float("-inf"), 0.0, m_new)
-                    p = tl.exp2(s - base[:, None])
-                elif SOFTCAP:
-                    m_new = tl.maximum(m_i, tl.max(s, 1) - P_EXPONENT)
-                    base = m_new
-                    p = tl.exp2(s - base[:, None])
-                else:
-                    m_new = tl.maximum(m_i, tl.max(s, 1) * factor - P_EXPONENT)
-                    base = m_new
-                    p = tl.exp2(s * r_factor - base[:, None])
-                correction = tl.exp2(m_i - base)
-                l_i = l_i * correction + tl.sum(p, 1)
-                if v_scale is not None:  # noqa: SIM102 (the second is a value of the device)
-                    if v_scale_of_rows:
-                        r_v_scale = tl.load(at_v_scale + key * stride_v_scale, mask=inside, other=0.0)
-                        unit = tl.maximum(v_unit, tl.max(tl.abs(r_v_scale), 0))
-                        p *= (r_v_scale / tl.where(unit > 0, unit, 1.0))[None, :]
-                        correction *= tl.where(unit > 0, v_unit / unit, 1.0)
-                        v_unit = unit
-                acc = _add_values(acc * correction[:, None], p, r_v, INTERPRETED)
-                m_i = m_new
+                    if rope_scales is not None or k_scales is not None:
+                        # One load for all scales of a tile's keys: smaller ones Triton repeats in every thread that
+                        # needs an element.
+                        if k_scales is not None:
+                            where_scale = (at_k_scales + key * stride_k_scales)[:, None]
+                            if rope_scales is not None:
+                                where_scale = tl.where(kinds == ROPE_SCALE, where_rope_scale[:, None], where_scale)
+                        else:
+                            where_scale = where_rope_scale[:, None]
+                        wanted = inside[:, None] & (kinds <= K_SCALE)
+                        key_scales = tl.load(tl.broadcast_to(where_scale, [BLOCK_N, KINDS]), mask=wanted, other=0.0)
+                        pairs, _ = tl.split(tl.trans(tl.reshape(key_scales, [BLOCK_N, 2, 2]), 0, 2, 1))
+                        r_rope_scale, r_k_scale = tl.split(pairs)
+
+                    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                    s = _dot(r_q_rope, tl.trans(r_rope), zeros, INTERPRETED)
+                    if rope_scales is not None:
+                        s *= r_rope_scale[None, :]
+                    apart: tl.constexpr = (
+                        k_scales is not None and not PRESCALED
+                    )  # the rope has no part in the scales of k
+                    nope = _dot(r_q, tl.trans(r_k), zeros if apart else s, INTERPRETED)
+                    if NOPE_TAIL > 0:
+                        r_k_tail = _rows(at_k + NOPE + j64 * stride_k_t, offs_n, stride_k_t, offs_tail, inside, MASKED)
+                        nope = _dot(r_q_tail, tl.trans(widen(r_k_tail, OPERAND, FNUZ)), nope, INTERPRETED)
+                    if k_scales is not None:
+                        nope *= r_k_scale[None, :]
+                    if apart:
+                        if q_rope is not None:
+                            nope *= r_q_scale[:, None]
+                        s += nope
+                    else:
+                        s = nope
+                    if SOFTCAP:
+                        s = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(s * (r_factor / softcap) * (2.0 * LOG2E))))
+                    if MASKED:
+                        if not SOFTCAP:
+                            s *= r_factor
+                        row = m_first + offs_m[:, None]
+                        col = offset + key[None, :]
+                        visible = MASK_VISIBLE(b, h, start + row, col, c0, c1, c2, c3) & inside[None, :]
+                        s = tl.where(visible, s, float("-inf"))
+                        if BIASES > 0:
+                            s += LOG2E * MASK_BIAS(
+                                b, h, row, col,
+                                bias0, stride_bias0_b, stride_bias0_h, stride_bias0_q, rows_bias0, cols_bias0,
+                                bias1, stride_bias1_b, stride_bias1_h, stride_bias1_q, rows_bias1, cols_bias1,
+                            )  # fmt: skip
+                        m_new = tl.maximum(m_i, tl.max(s, 1) - P_EXPONENT)
+                        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+                        p = tl.exp2(s - base[:, None])
+                    elif SOFTCAP:
+                        m_new = tl.maximum(m_i, tl.max(s, 1) - P_EXPONENT)
+                        base = m_new
+                        p = tl.exp2(s - base[:, None])
+                    else:
+                        m_new = tl.maximum(m_i, tl.max(s, 1) * factor - P_EXPONENT)
+                        base = m_new
+                        p = tl.exp2(s * r_factor - base[:, None])
+                    correction = tl.exp2(m_i - base)
+                    l_i = l_i * correction + tl.sum(p, 1)
+                    if v_scale is not None:  # noqa: SIM102 (the second is a value of the device)
+                        if v_scale_of_rows:
+                            r_v_scale = tl.load(at_v_scale + key * stride_v_scale, mask=inside, other=0.0)
+                            unit = tl.maximum(v_unit, tl.max(tl.abs(r_v_scale), 0))
+                            p *= (r_v_scale / tl.where(unit > 0, unit, 1.0))[None, :]
+                            correction *= tl.where(unit > 0, v_unit / unit, 1.0)
+                            v_unit = unit
+                    acc = _add_values(acc * correction[:, None], p, r_v, INTERPRETED)
+                    m_i = m_new
         n = end
 
     # Sinks, normalisation, LSE.

@@ -28,8 +28,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on", allow_module_level=True)
 
 ARCHS = ("sm_80", "sm_90a", "gfx90a", "gfx942", "gfx950")
-#: Bytes of stack that those may have.
+#: Bytes of stack that those may have; with fp8 values as columns, which loads take byte by byte where a sequence begins
+#: elsewhere than the copy engine reads from; of the kernel of sm_90.
 STACK_BYTES = 96
+COLUMNS_STACK_BYTES = 224
 HOPPER_STACK_BYTES = 192
 CASES = [
     pytest.param(arch, entry, index, problem, id=f"{arch}-{entry.__name__}-{index}")
@@ -78,7 +80,9 @@ def test_compiles_without_spills(arch: str, entry: Any, index: int, problem: Pro
         kernel = compiler.build(spec, arch)
         heavy = problem.dtypes == "fp32" or "softcap" in problem.features or arch == "sm_90a"
         lenient = spec.name == "prefill.prefill" and arch.startswith("sm_") and heavy
-        allowed = HOPPER_STACK_BYTES if spec.gluon else STACK_BYTES if lenient else 0
+        columns = "v_transposed" in problem.features
+        few = COLUMNS_STACK_BYTES if columns else STACK_BYTES
+        allowed = HOPPER_STACK_BYTES if spec.gluon else few if lenient else 0
         assert stack_bytes(kernel) <= allowed, spec
         assert kernel.metadata.shared <= configs.shared_bytes(arch)
         assert not copies_before_exec(kernel.asm.get("amdgcn", ""))
