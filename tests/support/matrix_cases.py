@@ -50,6 +50,7 @@ PREFILLS: list[Case] = [
     Case(dtypes="fp8"),
     Case(dtypes="fp8", v_transposed=True, v_scale="number"),
     Case(dtypes="fp8", v_transposed=True, v_scale="row", page_size=1, heads=3),
+    Case(dtypes="fp8", v_transposed=True, rope="ragged", overrides=False, lengths=((37, 70), (100, 1), (0, 48))),
     Case(dtypes="fp8", scale=-0.05),
     Case(dtypes="fp8", rope="batched", rope_width=576, v_scale="row"),
     Case(dtypes="fp8", rope="ragged", granularity=64, lengths=EDGES),
