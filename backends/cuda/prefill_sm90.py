@@ -225,6 +225,10 @@ class PrefillSm90:
         def schedule() -> Kernel:
             return runtime.load(schedule_spec(problem), device)
 
+        @functools.lru_cache(maxsize=_BLOCKS_MAX)
+        def space_of(T: int, L: int, B: int, H: int) -> Workspace:
+            return workspace_of(problem, T=T, L=L, B=B, H=H)
+
         kernel(Variant(False, True), False)
         # Parameter blocks by their contents, only read once made: a model calls its layers with the same addresses
         # again and again.
@@ -237,7 +241,7 @@ class PrefillSm90:
                 return
             if args.k.shape[0] > TILES_MAX * block_n:
                 raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * block_n}")
-            space = workspace_of(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
+            space = space_of(rows, args.k.shape[0], batch, heads)
             counters = counters_of(args.q.device, 2 + space.arrivals)
             key = (counters.data_ptr(), *blocks.contents(args))
             block = made.get(key)
