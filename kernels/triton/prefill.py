@@ -17,6 +17,13 @@ Order of work: programs are dealt in the order of their ids. Sequences come long
 sequence groups of heads whose keys and values fit in the L2 cache, inside a group query tiles from the last (most
 keys under a causal mask) with heads innermost.
 
+fp8 comes with scales, which meet float32 sums: those of a row of rope and of a row of k the two parts of a score, that
+of a row of q the exponent's factor, that of a head of v the output. Values that lie as columns (V^T) are multiplied in
+fp8 by p times 2^8 (e4m3fn; 2^7 in e4m3fnuz), so that small p survive; each tile's product is added in float32, since
+tensor cores cut sums of fp8 off. Values that lie as rows, which tensor cores do not take in fp8, become float16 on the
+way. With a scale of each row of v, p is multiplied by that over the largest so far, which acc then counts in. Where the
+matrix unit has no fp8, bytes are decoded to float16, exactly.
+
 Numerics: scores and sums in float32, base 2, with the scale (not negative) folded into the exponent's
 multiply-add. Budget of a full tile: 2 BLOCK_M BLOCK_N (q_depth + V) FLOPs against BLOCK_N (q_depth + V) elements from
 L2 and BLOCK_M BLOCK_N exponentials; bound by the tensor cores and the power limit (docs/perf-log.md has measurements).
