@@ -69,7 +69,7 @@ struct Consumer {
   // One key tile, of which the first W keys are looked at; its K has arrived. Returns the class of the next one, or
   // kManyScales, with nothing done, where the tile has more than one scale.
   template <Body kBody, int W> MLA_DEVICE uint32_t step(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
-    constexpr bool kOnes = kSumByProduct && kBody == Body::kUniform;
+    constexpr bool kOnes = kSumByProduct && kBody != Body::kMasked && !(kBody == Body::kScaled && kValueScales);
     const TileHead* head = shared.head(k.count);
     float s[W / 2];
     wgmma_fence();
@@ -105,7 +105,7 @@ struct Consumer {
         const float one[2] = {1.0f, 1.0f};
         scale_scores<W>(s, shared.scales(k.stage(), kScaleAll), one);
       }
-      softmax_visible<true, kValueScales, W>(s, words, factor, sums, o, values);
+      softmax_visible<!kOnes, kValueScales, W>(s, words, factor, sums, o, values);
     } else {
       const int key = first + tid_x() % 4 * 4;
       scale_scores<W>(s, shared.scales(k.stage(), kScaleAll), factor);
