@@ -110,11 +110,12 @@ def test_problems(target: str, kind: Case, seed: int, request: pytest.FixtureReq
     [
         Case(lengths=((0, 4096), (700, 129), (0, 2048), (3000, 1), (0, 64), (0, 0), (63, 777), (0, 1)), heads=16),
         Case(lengths=((6000, 40),), heads=2, mask="none"),
+        Case(lengths=((3000, 2048), (500, 100)), heads=16),
         Case(lengths=((100, 700), (0, 1500)), heads=4, page_size=1, mask="sink_window", sinks=True),
         Case(lengths=((500, 300),) * 40, heads=1, page_size=16, chunk=(77, 600)),
         Case(lengths=((100, 300), (0, 90)), heads=3, mask="causal_bias"),
     ],
-    ids=["ragged", "few rows over many keys", "pages of a token", "chunks inside pages", "bias"],
+    ids=["ragged", "few rows over many keys", "more than a wave", "pages of a token", "chunks inside pages", "bias"],
 )
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_a_hundred_runs_give_the_same_bits(target: str, case: Case, seed: int) -> None:
