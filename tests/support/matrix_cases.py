@@ -59,6 +59,7 @@ PREFILLS: list[Case] = [
     Case(dtypes="fp8", lengths=((5, 300), (700, 600)), heads=2, mask="sink_window", page_size=1, v_scale="row"),
     Case(dtypes="fp8+bf16_rope"),
     Case(dtypes="fp8+bf16_rope", prescaled=False, v_scale=""),
+    Case(dtypes="fp8+bf16_rope", layout="fused", heads=2),
     Case(dtypes="fp8+bf16_rope", rope="ragged", v_transposed=True, v_scale=""),
     Case(dtypes="fp8+bf16_rope", rope="batched", prescaled=False, v_scale="row"),
     Case(dtypes="fp8+bf16_rope", dims=(256, 256), mask="none", v_transposed=True, lengths=EDGES),
