@@ -11,7 +11,7 @@ constexpr bool kTransposed = MLA_V_TRANSPOSED;
 static_assert(kFp8Data || !kTransposed, "V^T is a form of fp8 values");
 
 struct ValueCopy {
-  // Eight lanes read 32 keys of a column, a warp four columns at a time; the blocks of a thread have the same keys.
+  // Eight lanes read 32 keys of four columns, a warp of 16; all blocks of a thread have the same keys.
   static constexpr int kColumns = MLA_THREADS / (kBlockN / 4) * 4;  // of all threads in a block each
   static constexpr int kBlocks = kVDim / kColumns;
   static_assert(kBlockN % 32 == 0 && MLA_THREADS % kBlockN == 0 && kVDim % kColumns == 0,
