@@ -84,7 +84,7 @@ class Tile:
 def tile_of(problem: Problem) -> Tile:
     """Return the tile of a problem: by features alone, so that a sequence's results depend on nothing else."""
     raw = 0 if "v_transposed" in problem.features else 2
-    stages_k = 2 if raw and problem.dtypes == "fp8+bf16_rope" else 4
+    stages_k = 3 if raw and problem.dtypes == "fp8+bf16_rope" else 4
     if problem.features & {"softcap", "bias"}:  # more registers than three warpgroups leave each thread
         return Tile(2, stages_k, 2, raw, 216, 72)
     return Tile(3, stages_k, 2, raw, 160, 32)

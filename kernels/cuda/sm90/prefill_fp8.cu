@@ -16,7 +16,7 @@
 //   producer      32, one warp               q_empty, k_empty, v_empty       q_full, k_full, v_full, raw_full, job_full
 //   key warps     32, three; one beside      job_full                        k_full (v_full)
 //   transposers   32, two, where V is rows   raw_full, v_empty               v_full, raw_empty
-// With a bf16 rope the rope part is 4 wgmma m64n128k16 of bf16 into the same accumulators, and K has 2 stages beside
+// With a bf16 rope the rope part is 4 wgmma m64n128k16 of bf16 into the same accumulators, and K has 3 stages beside
 // transposers. Softcap and bias: two row groups of 216 registers, 72 for the others.
 //
 // P never leaves its registers: the accumulators of S are its A fragments, because TMA lays the keys of K in another

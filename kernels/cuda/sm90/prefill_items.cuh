@@ -75,7 +75,6 @@ MLA_DEVICE uint32_t v_phase_in(uint32_t tag) { return tag >> (kTileBits + 1) & 1
 
 // A position in a ring of stages. A producer starts one round ahead: its first wait for an empty slot passes.
 template <int STAGES> struct Ring {
-  static_assert((STAGES & (STAGES - 1)) == 0, "one counter gives stage and phase");
   uint32_t count;
   MLA_DEVICE int stage() const { return count % STAGES; }
   MLA_DEVICE uint32_t phase() const { return count / STAGES % 2; }
