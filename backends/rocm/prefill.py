@@ -158,7 +158,7 @@ def _rope_rows(args: PrefillArgs, granularity: int) -> tuple[PagedRows, PagedRow
         scaled, column = cache.scales, KV_LORA_RANK
         scales = PagedRows() if scaled is None else params.paged_rows(scaled)
     if granularity and scaled is not None:
-        scales.data += column // granularity * scaled.element_size()
+        scales.data = (scales.data or 0) + column // granularity * scaled.element_size()  # None: no rows
     return rope, scales, table
 
 

@@ -153,7 +153,7 @@ MLA_DEVICE void finish(const PrefillParams& p, const Item& item, int row, RowSta
 #endif
   float weight = state.l > 0.0f ? factor / total : 0.0f;
   if constexpr (MLA_V_SCALED_ROWS)
-    weight = times_power(weight, weight_exponent(state));
+    weight *= state.weight / kUnitWeight;
   else if constexpr (kKeyScaled)
     weight *= p.v_scale.data != nullptr ? load_global<float>(row_scale(p.v_scale, item.h)) : 1.0f;
   const int64_t token = item.s.q_begin + row;

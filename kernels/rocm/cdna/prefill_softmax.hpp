@@ -11,12 +11,13 @@
 template <typename T> constexpr int kLargestLog2 = 8;
 template <> constexpr int kLargestLog2<e4m3fnuz> = 7;  // 240 is its largest number; e4m3 has 448
 constexpr int kLargestP = kLargestLog2<Element>, kGrowth = kKeyScaled ? 4 : kLargestP;
+constexpr float kUnitWeight = 1 << (kLargestP - kGrowth), kLeastWeight = 0x1p-100f;  // whose inverse is a number
 
 // What one lane knows of its row: m the reference of the exponent, l this lane's share of the denominator.
 struct RowState {
   float m = -infinity();
   float l = 0.0f;
-  float top = 0.0f;  // with a scale for each value: the largest |p * scale|
+  float weight = 0.0f;  // with a scale for each value: the |p * scale| that kUnitWeight stands for
 };
 
 using Scores = f32x16[kKeyBlocks];  // of one wave and one tile
@@ -112,18 +113,10 @@ MLA_DEVICE void exponentials(Scores& scores, RowState& row) {
   row.l += sum[0] + sum[1];
 }
 
-// Exponent of the unit in which products with the values' own scales are summed: it puts the row's largest weight just
-// below 2^kLargestP.
-MLA_DEVICE int weight_exponent(const RowState& row) {
-  constexpr int kBias = 127, kLeast = 1 - kBias + kLargestP;
-  const int exponent = int(as_uint(row.top) >> 23) - kBias + 1;  // top < 2^exponent
-  return (exponent < kLeast ? kLeast : exponent) - kLargestP;
-}
-
-// Probabilities times the scales of their values, in the row's unit. alpha: the factor of what was summed before; returns
-// it with the change of the unit.
+// Probabilities times the scales of their values, in the row's unit, which keeps the largest weight of the row between
+// 2^(kLargestP - kGrowth) and 2^kLargestP, as `move_reference` keeps p. alpha: the factor of what was summed before;
+// returns it with the change of the unit.
 MLA_DEVICE float weigh_by_scales(Scores& scores, const float (&scales)[kKeyBlocks], RowState& row, float alpha) {
-  const int before = weight_exponent(row);
   float top = 0.0f;
 #pragma unroll
   for (int block = 0; block < kKeyBlocks; ++block)
@@ -131,12 +124,13 @@ MLA_DEVICE float weigh_by_scales(Scores& scores, const float (&scales)[kKeyBlock
       scores[block][r] = unpaired(scores[block][r] * scale);
       top = maximum(top, absolute(scores[block][r]));
     });
-  row.top = maximum(row.top * alpha, maximum(top, other_half(top)));
-  const int now = weight_exponent(row);
-  const float unit = times_power(1.0f, -now);
+  top = maximum(top, other_half(top));
+  const float kept = row.weight * alpha;
+  row.weight = maximum(top > kept * (1 << kGrowth) ? top : kept, kLeastWeight);
+  const float inverse = reciprocal(row.weight);
 #pragma unroll
-  for (auto& s : scores) s *= unit;
-  return times_power(alpha, before - now);
+  for (auto& s : scores) s *= kUnitWeight * inverse;
+  return row.weight == kept ? 1.0f : kept * inverse;
 }
 
 // Probabilities as MFMA fragments.

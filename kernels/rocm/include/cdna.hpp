@@ -126,9 +126,6 @@ MLA_DEVICE float log2_normal(float x) {
 
 MLA_DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-// x * 2^n.
-MLA_DEVICE float times_power(float x, int n) { return __builtin_ldexpf(x, n); }
-
 // The value of lane ^ 32.
 MLA_DEVICE float other_half(float x) {
 #if __has_builtin(__builtin_amdgcn_permlane32_swap) && defined(__gfx950__)
