@@ -16,6 +16,7 @@ from mla.problem import Problem
 from mla.target import device_arch
 from tests.kernels.test_cuda_prefill_sm90 import LONG, SINK_WINDOW, disassembler
 from tests.support.problems import Case, PrefillProblem, build
+from tests.support.tolerance import assert_lse, assert_output
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
 
@@ -130,6 +131,23 @@ def test_a_sequence_is_bitwise_the_same_in_any_company(
     output_alone, lse_alone = problem.run("cuda")
     assert same(output_alone, output[mine])
     assert torch.equal(lse_alone, lse[mine])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_transposed_values_that_begin_anywhere(hopper: torch.device, dtypes: str, mask: str, seed: int) -> None:
+    """TMA reads from multiples of 16 rows; copies do the rest, and both take turns in one ring."""
+    lengths = ((0, 256), (0, 1029), (0, 33), (0, 800), (0, 1), (0, 97))
+    case = Case(
+        dtypes=dtypes, rope="ragged", overrides=False, mask=mask, v_transposed=True, v_scale="number", heads=16,
+        lengths=(*lengths, (0, -sum(new for _, new in lengths) % 16 + 16)),
+    )  # fmt: skip
+    problem = build(case, hopper, seed)
+    output, lse = problem.run("cuda")
+    expected, expected_lse = problem.expect()
+    assert_output(output, expected, "fp8", 0.6)
+    assert_lse(lse, expected_lse, "fp8")
 
 
 @pytest.mark.cuda
