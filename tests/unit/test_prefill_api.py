@@ -170,6 +170,14 @@ def test_the_alignment_of_fp8_values_is_that_of_their_contiguous_runs(transposed
     assert ("v_transposed" in describe(call).features, describe(call).alignment) == (transposed, 16)
 
 
+@pytest.mark.parametrize(("width", "granularity", "split"), [(64, 64, False), (100, 64, True), (576, 128, False)])
+def test_a_rope_in_two_blocks_of_scales_is_a_feature(width: int, granularity: int, split: bool) -> None:
+    case = Case(dtypes="bf16+fp8_rope", rope="batched", rope_width=width, granularity=granularity)
+    problem = build(case)
+    call = Call(**problem.outputs(), q_rope=None, **problem.operands, **problem.keywords)
+    assert ("split_rope_scales" in describe(call).features) == split
+
+
 def test_repeated_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = build(Case())
     first, _ = problem.run("cpu")
