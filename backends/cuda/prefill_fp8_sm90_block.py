@@ -13,7 +13,6 @@ from mla.backends.cuda import params, prefill_sm90_block
 from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
-from mla.errors import ShapeError
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -189,10 +188,5 @@ def _rope_scales(args: PrefillArgs) -> PagedRows:
         return PagedRows()
     scales, base = args.rope_scales, args.rope_scale_base
     granularity = next(g for g in (64, 128, 576) if scales.shape[-1] == -(-(base + QK_ROPE_HEAD_DIM) // g))
-    first, last = base // granularity, (base + QK_ROPE_HEAD_DIM - 1) // granularity
-    if first != last:
-        raise ShapeError(
-            f"k_rope_scales: this kernel takes one scale for the {QK_ROPE_HEAD_DIM} columns of a rope row; those of a "
-            f"k_rope of {base + QK_ROPE_HEAD_DIM} columns have two at a granularity of {granularity}"
-        )
+    first = base // granularity
     return params.paged_rows(scales[..., first:] if args.rope_kind == "batched" else scales[None, ..., first:])
