@@ -454,16 +454,16 @@ def _most_rows(cache: PagedKVCache) -> int:
 def _spoil_cut_sequences(call: Call, plan: PrefillPlan, kernels: _Kernels) -> None:
     """Write NaN for the sequences that the plan's tables did not hold to the end; the host does not know of any.
 
-    That is a merge in place with NaN, whose LSE is NaN for their rows and -inf for all others, which are thereby left
-    alone: no pass over the output is made.
+    For the output that is a merge in place with NaN, whose LSE is NaN for their rows and -inf for all others, which are
+    thereby left alone whatever they are: no pass over the output is made.
     """
     output, lse = call.output, call.lse
-    marks = (
-        plan.shared(("cut rows", output.shape[0]), lambda: _cut_rows(call, plan)).unsqueeze(1).expand(output.shape[:2])
-    )
-    so_far = torch.zeros((), dtype=torch.float32, device=output.device).expand(output.shape[:2]) if lse is None else lse
+    marks = plan.shared(("cut rows", output.shape[0]), lambda: _cut_rows(call, plan)).unsqueeze(1)
+    so_far = torch.zeros((), dtype=torch.float32, device=output.device).expand(output.shape[:2])
     nothing = torch.full(output.shape[2:], math.nan, dtype=output.dtype, device=output.device).expand(output.shape)
-    kernels.merge(MergeArgs(output, output, so_far, nothing, marks, lse))
+    kernels.merge(MergeArgs(output, output, so_far, nothing, marks.expand(output.shape[:2]), None))
+    if lse is not None:
+        lse.masked_fill_(marks.isnan(), math.nan)
 
 
 def _cut_rows(call: Call, plan: PrefillPlan) -> torch.Tensor:

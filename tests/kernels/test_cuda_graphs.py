@@ -119,8 +119,10 @@ def test_a_replay_that_overflows_says_so(target: str, seed: int) -> None:
     seen = set()
     for _ in range(20):
         step.draw(source)
+        step.output.fill_(3.0)
         graph.replay()
         cut = torch.tensor(step.cut(SIZE, 3), dtype=torch.bool)
+        assert bool((step.output[sum(step.new) :] == 3.0).all()), "rows of no sequence stay"
         assert bool(step.output[: len(cut)][cut].isnan().all()) and bool(lse[: len(cut)][cut].isnan().all())
         compare(step, lse, target, mask, ~cut)
         seen |= set(cut.tolist())

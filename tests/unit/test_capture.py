@@ -44,7 +44,9 @@ def test_a_replay_that_overflows_says_so(seed: int) -> None:
     seen = set()
     for _ in range(12):
         step.draw(source)
+        step.output.fill_(3.0)
         tape.replay()
+        assert (step.output[sum(step.new) :] == 3.0).all(), "rows of no sequence stay"
         expected, expected_lse = step.expect(mask, "cpu", 48)
         cut = torch.tensor(step.cut(48, 3), dtype=torch.bool)
         rows = sum(step.new)
