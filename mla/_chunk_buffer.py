@@ -24,9 +24,6 @@ _PART_ALIGNMENT = 256
 #: Rows of V^T are whole multiples of as many elements, so that they begin where kernels can copy them at once.
 _V_ROW_MULTIPLE = 16
 
-#: Where keys are next to nothing, the rope of q is still a number when divided by their scale.
-_LEAST_KEY_SCALE = 2.0**-40
-
 Parts = dict[str, torch.Tensor]
 
 
@@ -203,6 +200,8 @@ class Fp8Buffer(Buffer):
         """Quantise q, and put the weight's key rows and value rows together."""
         q_scale = self._parts["q_scale"].unsqueeze(2)
         quantize.launch(self._parts["q"], q_scale, self._q, 0, False, self._target)
+        if not self._extents.rope_in_fp8:
+            q_scale.clamp_(min=quantize.LEAST_SCALE_BESIDE_ROPE)
         if self._extents.v_transposed:
             assert isinstance(self._weight, torch.Tensor)
             heads, widths = (self._extents.heads, -1), (self._extents.nope, self._extents.v_dim)
@@ -260,7 +259,7 @@ class Fp8Buffer(Buffer):
             quantize.launch(views.k, views.k_scales.unsqueeze(2), keys, 0, False, self._target)
             return
         quantize.write_scales(keys, (0, 1, 2), views.k.dtype, views.k_scales)
-        views.k_scales.clamp_(min=_LEAST_KEY_SCALE)
+        views.k_scales.clamp_(min=quantize.LEAST_SCALE_BESIDE_ROPE)
         quantize.launch(views.k, views.k_scales.view(1, 1, 1), keys, 0, True, self._target)
         both = (self._parts["q_scale"] * views.k_scales).unsqueeze(2)
         torch.div(self._q[..., self._extents.nope :], both, out=self._parts["q_rope"])

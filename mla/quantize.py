@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 GRANULARITIES = (64, 128, 576)
+#: Where a row is next to nothing, the rope beside it is still a number when divided by its scale. What is stored then
+#: stands for elements of up to 4e-10, whatever they were.
+LEAST_SCALE_BESIDE_ROPE = 2.0**-40
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CHUNK = 8  # elements that a kernel moves at once
@@ -225,8 +228,9 @@ def quantize_for_prefill(
     """Make the operands of a prefill with split q: fp8 q_nope, k and v with their scales, and the rope that fits them.
 
     With `rope` both ropes are divided by the scales of their rows, ``q_rope / q_scale`` and ``rope / k_scales``, as
-    ``rope_prescaled=True`` (the default of a prefill) undoes it: ``s = scale q_scale k_scales (nope + rope)``. Without
-    it q_rope is left as it is, for a call with the cache or a batched rope and ``rope_prescaled=False``.
+    ``rope_prescaled=True`` (the default of a prefill) undoes it: ``s = scale q_scale k_scales (nope + rope)``. These
+    scales are at least 2**-40, so that the rope beside a row of zeros stays finite. Without `rope` q_rope is left as it
+    is, for a call with the cache or a batched rope and ``rope_prescaled=False``.
 
     Parameters
     ----------
@@ -275,6 +279,8 @@ def quantize_for_prefill(
         q_rope = q[..., width:]
         if rope is None:
             return PrefillOperands(q_nope, q_rope.to(torch.bfloat16), q_scale, k_fp8, k_scales, v_fp8, None, v_scales)
+        for scale in (q_scale, k_scales):
+            scale.clamp_(min=LEAST_SCALE_BESIDE_ROPE)
         divided = (_rope_over(q_rope, q_scale), _rope_over(rope, k_scales))
     return PrefillOperands(q_nope, divided[0], q_scale, k_fp8, k_scales, v_fp8, divided[1], v_scales)
 

@@ -167,6 +167,15 @@ def test_where_the_rope_is_all_there_is(what: str) -> None:
     assert (out.double() - exact.double()).norm() <= 5e-2 * exact.double().norm()
 
 
+def test_rows_of_zeros_over_keys_that_are_next_to_nothing() -> None:
+    data, q, weight = job()
+    q[4:20] = 0.0
+    out, lse = run(data, q, weight * 2.0**-100, 1000)
+    exact, exact_lse = run(data, q, weight * 2.0**-100, 1000, attention_dtype=None)
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=2e-2)
+    assert (out.double() - exact.double()).norm() <= 5e-2 * exact.double().norm()
+
+
 def test_traced() -> None:
     data, q, weight = job()
 

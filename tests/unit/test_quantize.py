@@ -40,6 +40,20 @@ def test_one_call_makes_the_operands_of_a_prefill(v_scale: Any, dtype: torch.dty
     assert_lse(lse, plain[1], "fp8", factor=2)
 
 
+def test_the_rope_beside_rows_of_zeros_stays_finite() -> None:
+    given = operands()
+    given["q"][3, :, :128], given["k"][5], given["rope"] = 0.0, 0.0, given["rope"] * 8
+    made = mla.quantize_for_prefill(**given, target="cpu")
+    assert made.k_rope is not None and made.k_rope.isfinite().all() and made.q_rope.isfinite().all()
+    output, lse = torch.empty(61, 3, 128, dtype=torch.bfloat16), torch.empty(61, 3)
+    mla.flare_mla_prefill(
+        output, *made[:7], mla.CausalMask(), *OFFSETS, 0.02, v_scale=made.v_scale, lse=lse, target="cpu"
+    )
+    plain, plain_lse = reference.prefill(*given.values(), mla.CausalMask(), *OFFSETS, 0.02)
+    assert_output(output, plain, "fp8")
+    assert_lse(lse, plain_lse, "fp8", factor=2)
+
+
 def test_without_a_rope_the_queries_keep_theirs() -> None:
     given = operands()
     rope = given.pop("rope")
