@@ -7,7 +7,6 @@ are looked at on the CPU only, where that is free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,8 @@ Scale = torch.Tensor | float | None
 
 _forms = dispatch.Memo()
 _numbers: dict[tuple[float, torch.device], torch.Tensor] = {}
+_SCALARS = "scale", "softcap", "q_scale", "k_scales", "v_scale"
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,20 @@ def judge(call: Call) -> Form:
         _refuse_gradients(call)
     if form.captures and is_capturing(call.q.device):
         _check_capturable(call)
-    if not math.isfinite(call.scale) or not 0 <= call.softcap < math.inf:
-        name, value = ("softcap", call.softcap) if math.isfinite(call.scale) else ("scale", call.scale)
-        raise ArgumentError(f"{name} must be a finite number{' >= 0' * (name == 'softcap')}, got {value}")
+    _check_numbers(call)
     return form
+
+
+def _check_numbers(call: Call) -> None:
+    """Raise if a Python number is none that float32 holds: kernels compute in it."""
+    numbers = call.scale, call.softcap, call.q_scale, call.k_scales, call.v_scale
+    for name, value in zip(_SCALARS, numbers, strict=True):
+        if value is None or isinstance(value, torch.Tensor):
+            continue
+        if not abs(value) <= _LARGEST or (name == "softcap" and value < 0):
+            raise ArgumentError(
+                f"{name} must be a finite float32 number{' >= 0' * (name == 'softcap')}, got {value!r:.40}"
+            )
 
 
 def _trace(call: Call, stream: Stream | None) -> None:
@@ -142,7 +153,10 @@ def _trace(call: Call, stream: Stream | None) -> None:
 def _refuse_gradients(call: Call) -> None:
     rope = call.k_rope.rope if isinstance(call.k_rope, PagedKVCache) else call.k_rope
     require_no_grad(q=call.q, q_rope=call.q_rope, k=call.k, v=call.v, k_rope=rope, sinks=call.sinks)
-    require_no_grad(output=call.output, lse=call.lse)
+    require_no_grad(output=call.output, lse=call.lse, k_rope_scales=call.k_rope_scales)
+    for name, scale in (("q_scale", call.q_scale), ("k_scales", call.k_scales), ("v_scale", call.v_scale)):
+        if isinstance(scale, torch.Tensor):
+            require_no_grad(**{name: scale})
     for bias in call.mask.biases:
         require_no_grad(bias=bias)
 
@@ -158,7 +172,7 @@ def find_form(call: Call) -> Form:
     try:
         key = _signature(call)
         form: Form | None = _forms.get(key)
-    except (AttributeError, TypeError):  # an argument of the wrong type: describe() names it
+    except (AttributeError, TypeError, RuntimeError):  # an argument of the wrong type or layout: describe() names it
         describe(call)
         raise
     if form is None:

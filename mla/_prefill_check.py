@@ -43,6 +43,8 @@ def describe(call: Call) -> Problem:
     for name, value in (("scale", call.scale), ("softcap", call.softcap)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise DTypeError(f"{name} must be a Python float, got {type(value).__name__}")
+    if not isinstance(call.rope_prescaled, bool):
+        raise DTypeError(f"rope_prescaled must be a bool, got {type(call.rope_prescaled).__name__}")
     if call.q_max_seq_len is not None and (not isinstance(call.q_max_seq_len, int) or call.q_max_seq_len < 1):
         raise ArgumentError(f"q_max_seq_len must be an int of at least 1, got {call.q_max_seq_len!r}")
     dims = _check_operands(call)
@@ -247,6 +249,7 @@ def _check_scales(call: Call, dtypes: str) -> int:
             if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
                 raise DTypeError(f"{name} must be a float32 tensor or a Python float, got {type(scale).__name__}")
             continue
+        require_tensor(scale, name)
         require_dtype(scale, name, (torch.float32,))
         require_device(scale, name, call.q.device)
         per_head = name == "v_scale" and scale.shape == (call.q.shape[1],)
