@@ -77,7 +77,7 @@ class Tile:
         scales = self.stages_k * (2 + value_scales) * _BLOCK_N * 4
         scales += 4 * 64 * self.row_groups
         small = self.stages_k * (2 * 16 + 32) + 3 * self.row_groups * _ITEM_BYTES + (TABLE_SEQUENCES + 1) * ENTRY_BYTES
-        barriers = 2 * self.row_groups + 3 * self.stages_k + 2 * self.stages_v + 2 * self.stages_raw
+        barriers = 2 * self.row_groups + 3 * self.stages_k + 3 * self.stages_v + 2 * self.stages_raw
         return 1024 + rows + values + scales + small + 8 * barriers + 8
 
 

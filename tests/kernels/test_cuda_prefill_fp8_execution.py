@@ -157,10 +157,7 @@ FAULTS_FULL = {
     ),
     "probabilities_out_of_place": ("words[2 * u + r] =", "words[(2 * u + r) ^ 2] ="),
     "second_half_from_the_first": ("row + block + half, full", "row + half, full"),
-    "ring_overtaken": (
-        "mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());\n      if (lead() &&",
-        "if (!values_by_copy(row)) mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());\n      if (lead() &&",
-    ),
+    "copied_too_early": ("mbarrier_wait_parity(shared.v_free(v.stage()), v.phase());", ""),
 }
 
 
@@ -173,7 +170,7 @@ FAULTS_FULL = {
 )
 def test_a_fault_is_caught(old: str, new: str, on_host: Run, seed: int) -> None:
     on_host(lambda text: text.replace(old, new))
-    case = ANYWHERE if "values_by_copy" in new else FP8
+    case = ANYWHERE if "v_free" in old else FP8
     try:
         check(build(dataclasses.replace(case, scale=0.15), "cpu", seed))
     except (AssertionError, HostFault):

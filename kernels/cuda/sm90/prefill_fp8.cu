@@ -25,7 +25,7 @@
 //    98304  V^T ring     2 x (128 + 8) rows of 128 B; where V is rows, 2 x 16384 more for them
 //   133120  Q            3 x (64 rows of 128 B; 64 rows of 64 B)
 //   169984  scales       4 x 2 x 512, a word a key
-//   174080  q_scale of rows, heads of K tiles, items, table, jobs, 22 mbarriers
+//   174080  q_scale of rows, heads of K tiles, items, table, jobs, 24 mbarriers
 //
 // Numerics: the accumulators of an fp8 product truncate, so each tile's P V stands alone and is added in fp32. A tile
 // of which every key is visible takes its exponentials by the references of before; a P of 2^8 or more makes that row,
@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
     for (int stage = 0; stage < kStagesV; stage++) {
       mbarrier_init(shared.v_full(stage), kTransposeV ? kTransposers : 1);
       mbarrier_init(shared.v_empty(stage), kWarps * kRowGroups);
+      mbarrier_init(shared.v_free(stage), 1);
     }
     for (int stage = 0; stage < kStagesRaw; stage++) {
       mbarrier_init(shared.raw_full(stage), 1);

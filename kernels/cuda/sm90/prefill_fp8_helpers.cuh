@@ -160,8 +160,8 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
     const bool lead = (threadIdx.x & 31) == 0;
     if (lead) mbarrier_arrive(shared.k_full(k.stage()));
     if (values_by_copy(job.k_row)) {
-      const Ring<kStagesV> v{k.count + kStagesV};
-      mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
+      const Ring<kStagesV> v{k.count};
+      mbarrier_wait_parity(shared.v_free(v.stage()), v.phase());
       copy_values(p, job, shared.v(v.stage()));
       __syncwarp();
       if (lead) mbarrier_arrive(shared.v_full(v.stage()));

@@ -152,7 +152,7 @@ constexpr int kOffsetItems = kOffsetHeads + kHeads * int(sizeof(TileHead));  // 
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
 constexpr int kOffsetBarriers = kOffsetJobs + kStagesK * int(sizeof(KeyJob));
-constexpr int kBarriers = 2 * kRowGroups + 3 * kStagesK + 2 * kStagesV + 2 * kStagesRaw;
+constexpr int kBarriers = 2 * kRowGroups + 3 * kStagesK + 3 * kStagesV + 2 * kStagesRaw;
 constexpr int kOffsetEnd = kOffsetBarriers + 8 * kBarriers;  // a word: no more V tiles
 constexpr int kAlignment = 1024;  // of swizzle atoms
 static_assert(MLA_SHARED_BYTES == kAlignment + kOffsetEnd + 8, "the host counts other bytes");
@@ -204,15 +204,17 @@ struct Shared {
   MLA_DEVICE uint32_t job_full(int stage) const { return barrier(2 * kRowGroups + 2 * kStagesK + stage); }
   // producer and TMA, a key warp, or the transposing warps -> consumers
   MLA_DEVICE uint32_t v_full(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + stage); }
-  // consumers' warps -> who brings V
+  // consumers' warps -> producer or transposing warps
   MLA_DEVICE uint32_t v_empty(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + kStagesV + stage); }
+  // producer, each time that a stage has become free -> the key warp that copies into it
+  MLA_DEVICE uint32_t v_free(int stage) const { return barrier(2 * kRowGroups + 3 * kStagesK + 2 * kStagesV + stage); }
   // producer and TMA -> transposing warps
   MLA_DEVICE uint32_t raw_full(int stage) const {
-    return barrier(2 * kRowGroups + 3 * kStagesK + 2 * kStagesV + stage);
+    return barrier(2 * kRowGroups + 3 * kStagesK + 3 * kStagesV + stage);
   }
   // transposing warps -> producer
   MLA_DEVICE uint32_t raw_empty(int stage) const {
-    return barrier(2 * kRowGroups + 3 * kStagesK + 2 * kStagesV + kStagesRaw + stage);
+    return barrier(2 * kRowGroups + 3 * kStagesK + 3 * kStagesV + kStagesRaw + stage);
   }
 
  private:

@@ -110,12 +110,16 @@ struct Producer {
         load_rows(shared.raw(v.stage()), p.v, items->head, row, full);
       }
     } else {
-      // Waited for where a key warp copies, too: its own wait must not be for a round that has yet to begin.
+      // Waited for by this warp alone, which then lets a key warp copy: two that wait for the same round, of which one
+      // may bring about the next, would overtake each other.
       mbarrier_wait_parity(shared.v_empty(v.stage()), v.phase());
-      if (lead() && !values_by_copy(row)) {
-        const uint32_t full = shared.v_full(v.stage());
-        mbarrier_arrive_expect_tx(full, kVTileBytes);
-        cp_async_bulk_tensor_3d(shared.v(v.stage()), p.v, row, 0, items->head, full, kEvictLast);
+      if (lead()) {
+        mbarrier_arrive(shared.v_free(v.stage()));
+        if (!values_by_copy(row)) {
+          const uint32_t full = shared.v_full(v.stage());
+          mbarrier_arrive_expect_tx(full, kVTileBytes);
+          cp_async_bulk_tensor_3d(shared.v(v.stage()), p.v, row, 0, items->head, full, kEvictLast);
+        }
       }
     }
     v.advance();
