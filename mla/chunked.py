@@ -260,6 +260,7 @@ def find_extents(
     require_tensor(q, "q", 3)
     require_dtype(q, "q", _QUERY_DTYPES)
     require_device(q, "q", cache.device)
+    require_last_dim_contiguous(q, "q")
     total, heads, q_depth = q.shape
     v_dim = dict(SUPPORTED_DIMS).get(q_depth)
     if v_dim is None:

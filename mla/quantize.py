@@ -256,8 +256,7 @@ def quantize_for_prefill(
         Before anything is launched for the argument that is at fault.
     """
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
-        require_tensor(tensor, name, 3)
-        require_dtype(tensor, name, _INPUT_DTYPES)
+        _require_input(tensor, name, 3)
         require_device(tensor, name, q.device)
     rows, heads, width = k.shape
     require_shape(q, "q", (None, heads, width + QK_ROPE_HEAD_DIM), f"k has shape {tuple(k.shape)}")
@@ -269,7 +268,7 @@ def quantize_for_prefill(
         require_device(rope, "rope", q.device)
         require_no_grad(rope=rope)
     ways = {"head": quantize_per_head, "tensor": quantize_per_tensor, "token": quantize_per_token}
-    if v_scale not in ways:
+    if v_scale not in tuple(ways):
         raise ArgumentError(f"v_scale must be one of {', '.join(map(repr, ways))}, got {v_scale!r}")
 
     q_nope, q_scale = quantize_per_token(q[..., :width], dtype=dtype, target=target, stream=stream)
@@ -321,16 +320,21 @@ def write_scales(x: torch.Tensor, reduced: tuple[int, ...], dtype: torch.dtype, 
     torch.div(amax, largest, out=scale).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
+def _require_input(x: torch.Tensor, name: str, ndim: int | tuple[int, ...]) -> None:
+    """Raise unless a tensor can be quantised."""
+    require_tensor(x, name, ndim)
+    require_dtype(x, name, _INPUT_DTYPES)
+    require_last_dim_contiguous(x, name)
+    require_no_grad(**{name: x})
+    if x.shape[-1] % _CHUNK or x.shape[-1] == 0:
+        raise ShapeError(f"{name} must have a last dimension that is a multiple of {_CHUNK}, got {tuple(x.shape)}")
+    if x.shape[1] == 0:
+        raise ShapeError(f"{name} must have at least one head, got {tuple(x.shape)}")
+
+
 def _output(x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
     """Check the input; check or allocate the output."""
-    require_tensor(x, "x", (2, 3))
-    require_dtype(x, "x", _INPUT_DTYPES)
-    require_last_dim_contiguous(x, "x")
-    require_no_grad(x=x)
-    if x.shape[-1] % _CHUNK or x.shape[-1] == 0:
-        raise ShapeError(f"x must have a last dimension that is a multiple of {_CHUNK}, got {tuple(x.shape)}")
-    if x.shape[1] == 0:
-        raise ShapeError(f"x must have at least one head, got {tuple(x.shape)}")
+    _require_input(x, "x", (2, 3))
     if dtype not in FP8_DTYPES:
         raise DTypeError(f"dtype must be float8_e4m3fn or float8_e4m3fnuz, got {dtype}")
     if out is None:

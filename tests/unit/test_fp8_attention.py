@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mla
-from mla import DTypeError, UnsupportedError, masks, reference
+from mla import DTypeError, ShapeError, UnsupportedError, masks, reference
 from mla._check import alignment
 from mla._prefill_call import Call, Form, canonical
 from mla.kv_cache import PagedKVCacheCollection
@@ -202,6 +202,12 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
     dtype = change.pop("q", torch.bfloat16)
     with pytest.raises(DTypeError, match=words):
         run(data, q.to(dtype), weight.to(dtype), 50, **change)
+
+
+def test_queries_with_gaps_are_refused() -> None:
+    data, q, weight = job()
+    with pytest.raises(ShapeError, match="q must be contiguous in its last dimension"):
+        run(data, q.repeat_interleave(2, 2)[..., ::2], weight, 50)
 
 
 def test_the_dtype_of_q_asks_for_nothing() -> None:

@@ -108,6 +108,21 @@ X = torch.zeros(4, 3, 64)
             ArgumentError,
             "'head', 'tensor', 'token', got 'row'",
         ),
+        (
+            lambda: mla.quantize_for_prefill(**operands(), v_scale=["head"], target="cpu"),  # type: ignore[arg-type]
+            ArgumentError,
+            r"got \['head'\]",
+        ),
+        (
+            lambda: mla.quantize_for_prefill(**operands() | {"v": X.mT}, target="cpu"),
+            ShapeError,
+            "v must be contiguous",
+        ),
+        (
+            lambda: mla.quantize_for_prefill(**operands() | {"k": X.clone().requires_grad_()}, target="cpu"),
+            ArgumentError,
+            "k requires a gradient",
+        ),
         (lambda: mla.quantize_per_token(X.clone().requires_grad_(), target="cpu"), ArgumentError, "no backward"),
     ],
 )
