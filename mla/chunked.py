@@ -107,8 +107,9 @@ def chunked_prefill(
     attention_dtype : torch.dtype, optional
         What q, k and v are attended to in: the dtype of q when missing, or float8_e4m3fn (float8_e4m3fnuz on gfx942).
         In fp8 each row of q has a scale, the values of a head one for each chunk, and so have the keys of a chunk, or
-        each of them where the cache is fp8. q has to be bfloat16, the cache fp8 of that format, or its rope bfloat16,
-        which then stays so. What that costs in accuracy: ``docs/numerics.md``.
+        each of them where the cache is fp8. A scale of a chunk counts all its sequences: NaN in one reaches the others.
+        q has to be bfloat16, the cache fp8 of that format, or its rope bfloat16, which then stays so. What that costs
+        in accuracy: ``docs/numerics.md``.
     workspace : torch.Tensor, optional
         uint8, at least ``workspace_size("chunked_prefill", ...)`` bytes; allocated when missing.
     target : str or Target
