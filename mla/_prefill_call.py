@@ -27,7 +27,6 @@ Scale = torch.Tensor | float | None
 
 _forms = dispatch.Memo()
 _numbers: dict[tuple[float, torch.device], torch.Tensor] = {}
-_SCALARS = "scale", "softcap", "q_scale", "k_scales", "v_scale"
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -112,20 +111,15 @@ def judge(call: Call) -> Form:
         _refuse_gradients(call)
     if form.captures and is_capturing(call.q.device):
         _check_capturable(call)
-    _check_numbers(call)
+    _require_float32(call.scale, "scale")
+    _require_float32(call.softcap, "softcap", least=0)
     return form
 
 
-def _check_numbers(call: Call) -> None:
-    """Raise if a Python number is none that float32 holds: kernels compute in it."""
-    numbers = call.scale, call.softcap, call.q_scale, call.k_scales, call.v_scale
-    for name, value in zip(_SCALARS, numbers, strict=True):
-        if value is None or isinstance(value, torch.Tensor):
-            continue
-        if not abs(value) <= _LARGEST or (name == "softcap" and value < 0):
-            raise ArgumentError(
-                f"{name} must be a finite float32 number{' >= 0' * (name == 'softcap')}, got {value!r:.40}"
-            )
+def _require_float32(value: float, name: str, least: float = -_LARGEST) -> None:
+    """Raise unless a Python number is one that float32 holds: kernels compute in it."""
+    if not least <= value <= _LARGEST:
+        raise ArgumentError(f"{name} must be a finite float32 number{' >= 0' * (least == 0)}, got {value!r:.40}")
 
 
 def _trace(call: Call, stream: Stream | None) -> None:
@@ -249,8 +243,8 @@ def canonical(call: Call, form: Form) -> PrefillArgs:
         float(call.scale),
         call.mask,
         min(total, longest),
-        None if call.q_scale is None else _column(call.q_scale, total, device),
-        None if call.k_scales is None else _column(call.k_scales, call.k.shape[0], device),
+        None if call.q_scale is None else _column(call.q_scale, "q_scale", total, device),
+        None if call.k_scales is None else _column(call.k_scales, "k_scales", call.k.shape[0], device),
         None if call.v_scale is None else _value_scale(call.v_scale, call.k.shape[0], device),
         call.rope_prescaled and call.q_rope is not None,
         lse if lse is None or call.lse_layout == "TH" else lse.T,
@@ -344,24 +338,25 @@ def _check_last_positions(
         )
 
 
-def _column(scale: torch.Tensor | float, rows: int, device: torch.device) -> torch.Tensor:
+def _column(scale: torch.Tensor | float, name: str, rows: int, device: torch.device) -> torch.Tensor:
     """Return a scale as f32 [rows, 1], by strides where one number serves all rows."""
     if not isinstance(scale, torch.Tensor):
-        scale = _number(float(scale), device)
+        scale = _number(scale, name, device)
     return scale if scale.ndim == 2 and scale.shape[0] == rows else scale.reshape(-1, 1).expand(rows, 1)
 
 
 def _value_scale(scale: torch.Tensor | float, rows: int, device: torch.device) -> torch.Tensor:
     """Return a scale of values as f32 [1], [H] or [rows, 1]."""
     if not isinstance(scale, torch.Tensor):
-        return _number(float(scale), device)
+        return _number(scale, "v_scale", device)
     return scale if scale.ndim == 2 and scale.shape[0] == rows else scale.reshape(-1)
 
 
-def _number(value: float, device: torch.device) -> torch.Tensor:
+def _number(value: float, name: str, device: torch.device) -> torch.Tensor:
     """Return a Python number as f32 [1]; kept, unless it would live in the memory of a graph being captured."""
     tensor = _numbers.get((value, device))
     if tensor is None:
+        _require_float32(value, name)
         tensor = torch.full((1,), value, dtype=torch.float32, device=device)
         if not is_capturing(device) and len(_numbers) < 64:
             _numbers[value, device] = tensor
