@@ -37,7 +37,8 @@ def test_one_call_makes_the_operands_of_a_prefill(v_scale: Any, dtype: torch.dty
     )
     plain = reference.prefill(*given.values(), mla.CausalMask(), *OFFSETS, 0.07)
     assert_output(output, plain[0], "fp8")
-    assert_lse(lse, plain[1], "fp8", factor=2)
+    # Rounding q and k moves a logit too: over 120 draws 1.2 bounds by the median, 2.7 at most.
+    assert_lse(lse, plain[1], "fp8", factor=4)
 
 
 def test_the_rope_beside_rows_of_zeros_stays_finite() -> None:
@@ -51,7 +52,7 @@ def test_the_rope_beside_rows_of_zeros_stays_finite() -> None:
     )
     plain, plain_lse = reference.prefill(*given.values(), mla.CausalMask(), *OFFSETS, 0.02)
     assert_output(output, plain, "fp8")
-    assert_lse(lse, plain_lse, "fp8", factor=2)
+    assert_lse(lse, plain_lse, "fp8", factor=4)
 
 
 def test_without_a_rope_the_queries_keep_theirs() -> None:
