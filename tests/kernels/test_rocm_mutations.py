@@ -50,7 +50,7 @@ FP8 = {
     "range_of_another_format": (FP8_HEADS, "kLargestLog2<e4m3fnuz> = 7", "kLargestLog2<e4m3fnuz> = 12"),
     "rope_scale_dropped": (FP8_HEADS, "scaled(sum, scales.rope[block]) +", "sum +"),
     "halves_of_transposed_values": (FP8_HEADS, "+ run % 2 * 8)", "+ (run % 2 ^ 1) * 8)"),
-    "scale_of_a_head_dropped": (FP8_HEADS, "weight *= p.v_scale.data", "weight *= 1.0f; factor *= p.v_scale.data"),
+    "scale_of_a_head_doubled": (FP8_HEADS, "weight *= p.v_scale.data", "weight *= 2.0f; weight *= p.v_scale.data"),
     "scale_of_a_query_dropped": (MIXED, "scaled(sum, scales.key[block]) * q.scale", "scaled(sum, scales.key[block])"),
 }
 
