@@ -20,6 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from environment import environment
+
 CASES = (("merge", "cuda", 16), ("prefill", "cuda", 16), ("prefill", "triton", 1))
 
 CHILD = """
@@ -97,7 +99,8 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        found = {"environment": environment(), "rows": rows}
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

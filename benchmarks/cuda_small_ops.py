@@ -1,6 +1,6 @@
 """Time plan, gather, store and merge of the CUDA backend, and the host cost of a call.
 
-    python benchmarks/cuda_small_ops.py [--json FILE] [--commit NAME]
+    python benchmarks/cuda_small_ops.py [--json FILE]
 
 GPU times are medians of events around one call, L2 flushed before each; ``kernel`` is the duration of the kernel alone,
 by the profiler. Bandwidth counts bytes read and written once, beside a device copy of as many bytes in the same run.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from environment import environment
 
 from mla.backends.cuda import runtime
 from mla.gather import gather_latent
@@ -137,16 +138,9 @@ def copy_call(total: int) -> Callable[[], object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="what is measured, kept in the JSON")
     options = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
-    availability = runtime.probe()
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(DEVICE),
-        "versions": availability.versions,
-        "commit": options.commit,
-        "rows": [],
-    }
+    results: dict[str, Any] = {"environment": environment(), "versions": runtime.probe().versions, "rows": []}
 
     def add(name: str, run: Callable[[], object], moved: int | None = None) -> None:
         row: dict[str, Any] = {"name": name, **gpu_microseconds(run, flush)}

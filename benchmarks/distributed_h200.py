@@ -18,7 +18,6 @@ import functools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast is not needed here, and
 
 import torch
 import torch.distributed as dist
+from environment import environment
 
 import mla
 from mla.cli.batches import Batch, make_batch
@@ -334,14 +334,11 @@ class Report:
             self.place.say(f"{self.found['seconds']:6.1f} s  {name}: {json.dumps(value)}")
 
 
-def environment(place: Place) -> dict[str, Any]:
+def describe(place: Place) -> dict[str, Any]:
     """Name what the numbers depend on."""
-    gpu = place.device.type == "cuda"
-    return {
-        "devices": [torch.cuda.get_device_name(place.device) if gpu else "cpu"] * place.world,
-        "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-        "python": sys.version.split()[0], "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"],
-    }  # fmt: skip
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if place.device.type == "cuda" else None
+    ranks = {"ranks": place.world, "nccl": nccl, "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"]}
+    return environment(place.device) | ranks
 
 
 def ragged(heads: int, shrink: int) -> Step:
@@ -368,7 +365,7 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=STAGE_SECONDS))
     shrink = 1 if gpu else 256
     report = Report(place, args.json, args.seconds)
-    report.add("environment", "environment", lambda: environment(place))
+    report.add("environment", "environment", lambda: describe(place))
     report.add("link", "link", lambda: time_link(place, args.runs))
     head_counts = (16, 128) if gpu else (2 * world,)
 

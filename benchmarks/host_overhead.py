@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from environment import environment
 
 import mla
 from mla import dispatch, masks
@@ -172,7 +173,8 @@ def main() -> None:
     for name in columns["function"]:
         print(f"{name:32}" + "".join(f"{column[name]:16.1f}" for column in columns.values()), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(columns, indent=1) + "\n", encoding="utf-8")
+        about = environment(torch.device("cpu") if args.target == "cpu" else None)
+        args.json.write_text(json.dumps({"environment": about, "us": columns}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

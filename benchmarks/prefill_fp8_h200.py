@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefill_h200 import NOPE, ROPE, SHAPES, Inputs, environment, milliseconds, ours
+from environment import environment
+from prefill_h200 import NOPE, ROPE, SHAPES, Inputs, milliseconds, ours
 
 import mla
 from mla.cli.steps import Step

@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from environment import environment
 
 import mla
 from mla.cli.steps import Step, find_shapes
@@ -201,19 +200,6 @@ def milliseconds(call: Callable[[], torch.Tensor], seconds: float = 0.35) -> lis
         return [start.elapsed_time(end) for start, end in events]
 
     return times(min(1000, max(20, int(seconds * 1e3 / (min(times(10)) + 0.15)))))
-
-
-def environment() -> dict[str, str]:
-    """Name what a number depends on."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {
-        "gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "cudnn": str(torch.backends.cudnn.version()),
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else "",
-    }
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from prefill_h200 import SHAPES, Inputs, check, environment, fa4, milliseconds
+from environment import environment
+from prefill_h200 import SHAPES, Inputs, check, fa4, milliseconds
 
 from mla.backends.triton.ops import Prefill, PrefillHopper
 from mla.problem import PrefillArgs, Problem

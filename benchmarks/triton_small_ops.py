@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from prefill_h200 import environment
+from environment import environment
 from torch.profiler import ProfilerActivity, profile
 
 import mla

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefill_h200 import environment
+from environment import environment
 
 import mla
 from mla.cli.batches import make_batch

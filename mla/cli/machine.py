@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -83,10 +84,13 @@ def package_version() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that the package runs from, ``+`` behind it when files have changed since."""
+    """Return the commit of the checkout that the package runs from, ``+`` behind it when files have changed since.
+
+    A copy without ``.git`` has what the variable ``MLA_COMMIT`` says.
+    """
     root = PACKAGE.parent
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("MLA_COMMIT")
     head, changes = (
         _output("git", "-C", str(root), *words) for words in (("rev-parse", "HEAD"), ("status", "-s", "-uno"))
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mla.cli import app, bench, clock, sdpa
+from mla.cli import app, bench, clock, machine, sdpa
 from mla.cli.steps import Step
 
 
@@ -49,6 +49,14 @@ def test_the_roof_is_the_slower_of_matmul_and_copy() -> None:
     roof = bench.Roof(tflops=1.0, gbytes=100.0)
     assert roof.share(flops=10**9, moved=0, ms=2.0) == pytest.approx(0.5)
     assert roof.share(flops=10**9, moved=10**9, ms=20.0) == pytest.approx(0.5)
+
+
+def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "mla")
+    monkeypatch.delenv("MLA_COMMIT", raising=False)
+    assert machine.commit() is None
+    monkeypatch.setenv("MLA_COMMIT", "abc123")
+    assert machine.commit() == "abc123"
 
 
 def test_compile_writes_binaries_and_reports_them(tmp_path: Path) -> None:
