@@ -5,32 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from mla import mask_code
 from mla.backends.cuda import prefill_fp8_sm90_block as blocks
-from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.counters import counters_of
 from mla.backends.cuda.params import C_TYPES, PAGE_SIZES
 from mla.backends.cuda.prefill_fp8_sm90_block import PrefillParams
-from mla.backends.cuda.prefill_sm90 import TILES_MAX, schedule_spec, workspace_of
-from mla.backends.cuda.prefill_sm90_block import ScheduleParams
-from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, PROCESSORS_MAX, TABLE_SEQUENCES
-from mla.errors import ShapeError
+from mla.backends.cuda.prefill_sm90 import schedule_spec, workspace_of
+from mla.backends.cuda.prefill_sm90_launch import launcher
+from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES
 from mla.mask_expr import postorder
 from mla.masks import CausalMask
 from mla.problem import PrefillArgs, Problem
 
 if TYPE_CHECKING:
-    from mla.backends.cuda.runtime import Kernel
+    import torch
+
     from mla.masks import MaskProgram
 
 _BLOCK_N = 128
 _ITEM_BYTES = 48
-_BLOCKS_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -90,8 +85,7 @@ def tile_of(problem: Problem) -> Tile:
     return Tile(3, stages_k, 2, raw, 160, 32)
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """What of a call, beside its problem, is compiled in.
 
     Attributes
@@ -206,58 +200,17 @@ class PrefillFp8Sm90:
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
-        """Compile and load for whole sequences and a v_scale of each head; the result launches.
-
-        What a call asks for beyond that (chunks, a v_scale of each key, a large batch) is compiled when the first one
-        comes.
-        """
-        processors = runtime.properties(device).multi_processor_count
-
-        @functools.cache
-        def kernel(variant: Variant, programmatic: bool) -> Kernel:
-            return runtime.load(prefill_spec(problem, variant, programmatic=programmatic), device)
-
-        @functools.cache
-        def schedule() -> Kernel:
-            return runtime.load(schedule_spec(problem), device)
-
-        kernel(Variant(False, False), False)
-        # Parameter blocks by their contents, only read once made: a model calls its layers with the same addresses
-        # again and again.
-        made: dict[tuple[object, ...], PrefillParams] = {}
-
-        def run(args: PrefillArgs) -> None:
-            rows, heads, _ = args.q.shape
-            batch = args.cu_seqlens_q.shape[0] - 1
-            if rows == 0 or batch == 0:
-                return
-            if args.k.shape[0] > TILES_MAX * _BLOCK_N:
-                raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * _BLOCK_N}")
-            space = workspace_of(problem, T=rows, L=args.k.shape[0], B=batch, H=heads)
-            counters = counters_of(args.q.device, 2 + space.arrivals)  # kept until the launch
-            key = (counters.data_ptr(), *blocks.contents(args))
-            block = made.get(key)
-            if block is None:
-                block = blocks.make(args, _BLOCK_N, counters)
-                block.processors = min(processors, PROCESSORS_MAX)
-                if len(made) >= _BLOCKS_MAX:
-                    made.clear()
-                if not args.mask.biases:
-                    made[key] = block
-            grid = processors if space.slots else min(processors, (-(-rows // 64) + batch) * heads)
-            if space.bytes:
-                workspace = args.workspace
-                if workspace is None:
-                    workspace = torch.empty(space.bytes, dtype=torch.uint8, device=args.q.device)
-                block = PrefillParams.from_buffer_copy(block)
-                block.table, arrivals, block.slots = space.places(workspace.data_ptr())
-                if space.ordered:
-                    block.arrivals = arrivals
-                    order = ScheduleParams(
-                        block.sequences, block.table, batch, heads, grid, block.processors, block.arrivals
-                    )
-                    schedule().launch(order, 1)
-            per_key = args.v_scale is not None and args.v_scale.ndim == 2
-            kernel(Variant(args.cache_offsets is not None, per_key), space.ordered).launch(block, grid)
-
-        return run
+        """Compile and load for whole sequences and a v_scale of each head; the result launches."""
+        return launcher(
+            device,
+            prefill_spec=lambda variant, programmatic: prefill_spec(problem, variant, programmatic=programmatic),
+            schedule_spec=schedule_spec(problem),
+            workspace_of=lambda T, L, B, H: workspace_of(problem, T=T, L=L, B=B, H=H),
+            contents=blocks.contents,
+            make=blocks.make,
+            block_n=_BLOCK_N,
+            variant_of=lambda args: Variant(
+                args.cache_offsets is not None, args.v_scale is not None and args.v_scale.ndim == 2
+            ),
+            usual=Variant(False, False),
+        )

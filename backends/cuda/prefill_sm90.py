@@ -5,33 +5,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from mla import mask_code
 from mla.backends.cuda import prefill_sm90_block as blocks
-from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.counters import counters_of
 from mla.backends.cuda.params import C_TYPES, usual_prefills
 from mla.backends.cuda.prefill_sm90_block import PrefillParams, ScheduleParams
-from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, PROCESSORS_MAX, TABLE_SEQUENCES, Workspace
-from mla.errors import ShapeError
+from mla.backends.cuda.prefill_sm90_launch import launcher
+from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES, Workspace
 from mla.mask_expr import postorder
 from mla.problem import PrefillArgs, Problem
 
 if TYPE_CHECKING:
-    from mla.backends.cuda.runtime import Kernel
-    from mla.masks import MaskProgram
+    import torch
 
-#: Key tiles of a sequence that the tag of a stage can count.
-TILES_MAX = 1 << 18
+    from mla.masks import MaskProgram
 
 _ITEM_BYTES = 48
 _ROPE_WARPS = 3
 _SCHEDULE_THREADS = 1024
-_BLOCKS_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -88,8 +81,7 @@ def tile_of(problem: Problem) -> Tile:
     return _TILE_FEATURES if problem.features & {"softcap", "bias"} else _TILE
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """What of a call, beside its problem, is compiled in.
 
     Attributes
@@ -210,64 +202,15 @@ class PrefillSm90:
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
-        """Compile and load for a positive scale; the result launches.
-
-        What a call asks for beyond that (chunks, another scale, a large batch) is compiled when the first one comes.
-        """
-        block_n = tile_of(problem).block_n
-        processors = runtime.properties(device).multi_processor_count
-
-        @functools.cache
-        def kernel(variant: Variant, programmatic: bool) -> Kernel:
-            return runtime.load(prefill_spec(problem, variant, programmatic=programmatic), device)
-
-        @functools.cache
-        def schedule() -> Kernel:
-            return runtime.load(schedule_spec(problem), device)
-
-        @functools.lru_cache(maxsize=_BLOCKS_MAX)
-        def space_of(T: int, L: int, B: int, H: int) -> Workspace:
-            return workspace_of(problem, T=T, L=L, B=B, H=H)
-
-        kernel(Variant(False, True), False)
-        # Parameter blocks by their contents, only read once made: a model calls its layers with the same addresses
-        # again and again.
-        made: dict[tuple[object, ...], PrefillParams] = {}
-
-        def run(args: PrefillArgs) -> None:
-            rows, heads, _ = args.q.shape
-            batch = args.cu_seqlens_q.shape[0] - 1
-            if rows == 0 or batch == 0:
-                return
-            if args.k.shape[0] > TILES_MAX * block_n:
-                raise ShapeError(f"k: {args.k.shape[0]} rows, but this kernel counts at most {TILES_MAX * block_n}")
-            space = space_of(rows, args.k.shape[0], batch, heads)
-            counters = counters_of(args.q.device, 2 + space.arrivals)
-            key = (counters.data_ptr(), *blocks.contents(args))
-            block = made.get(key)
-            if block is None:
-                block = blocks.make(args, block_n, counters)
-                block.processors = min(processors, PROCESSORS_MAX)
-                if len(made) >= _BLOCKS_MAX:
-                    made.clear()
-                if not args.mask.biases:
-                    made[key] = block
-            grid = processors if space.slots else min(processors, (-(-rows // 64) + batch) * heads)
-            if space.bytes:
-                workspace = args.workspace
-                if workspace is None:
-                    workspace = torch.empty(space.bytes, dtype=torch.uint8, device=args.q.device)
-                block = PrefillParams.from_buffer_copy(block)
-                block.table, arrivals, block.slots = space.places(workspace.data_ptr())
-                if space.ordered:
-                    block.arrivals = arrivals
-                    schedule().launch(
-                        ScheduleParams(
-                            block.sequences, block.table, batch, heads, grid, block.processors, block.arrivals
-                        ),
-                        1,
-                    )
-            variant = Variant(args.cache_offsets is not None, args.softmax_scale > 0.0)
-            kernel(variant, space.ordered).launch(block, grid)
-
-        return run
+        """Compile and load for a positive scale and whole sequences; the result launches."""
+        return launcher(
+            device,
+            prefill_spec=lambda variant, programmatic: prefill_spec(problem, variant, programmatic=programmatic),
+            schedule_spec=schedule_spec(problem),
+            workspace_of=lambda T, L, B, H: workspace_of(problem, T=T, L=L, B=B, H=H),
+            contents=blocks.contents,
+            make=blocks.make,
+            block_n=tile_of(problem).block_n,
+            variant_of=lambda args: Variant(args.cache_offsets is not None, args.softmax_scale > 0.0),
+            usual=Variant(False, True),
+        )
