@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
+from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from mla import mask_code
 from mla.backends.cuda import params, prefill_sm90_block
 from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
+from mla.backends.cuda.prefill_sm90_block import RESULT_FIELDS, fill_result
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
@@ -47,20 +48,7 @@ class PrefillParams(Structure):
             ("q_scale_stride", c_longlong),
             ("k_scales_stride", c_longlong),
             ("v_scale_stride", c_longlong),
-            ("output", c_void_p),
-            ("lse", c_void_p),
-            ("sinks", c_void_p),
-            ("table", c_void_p),
-            ("counters", c_void_p),
-            ("arrivals", c_void_p),
-            ("slots", c_void_p),
-            ("output_stride_t", c_longlong),
-            ("output_stride_h", c_longlong),
-            ("lse_stride_t", c_longlong),
-            ("lse_stride_h", c_longlong),
-            ("logit_scale", c_float),
-            ("softcap_scale", c_float),
-            ("softcap_logit", c_float),
+            *RESULT_FIELDS,
             ("rows", c_int),
             ("batch", c_int),
             ("heads", c_int),
@@ -91,7 +79,6 @@ def contents(args: PrefillArgs) -> tuple[object, ...]:
 def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
     """Fill in a parameter block, apart from what lies in the workspace."""
     block = PrefillParams()
-    q, output, lse = args.q, args.output, args.lse
     block.q, block.q_rope = _query_maps(args)
     block.k = block.v = block.rope = block.q
     if args.k.shape[0]:
@@ -103,24 +90,14 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
     block.rope_scales = _rope_scales(args)
     block.values = args.v.data_ptr()
     block.rows, block.values_stride_h, block.values_stride_d = args.k.shape[0], args.v.stride(1), args.v.stride(2)
-    block.mask = mask_code.c_args(args.mask, q.device)
+    block.mask = mask_code.c_args(args.mask, args.q.device)
     for name, scale in (("q_scale", args.q_scale), ("k_scales", args.k_scales), ("v_scale", args.v_scale)):
         if scale is not None:
             setattr(block, name, scale.data_ptr())
             setattr(block, f"{name}_stride", scale.stride(0) if scale.shape[0] > 1 else 0)
-    block.output = output.data_ptr()
-    block.output_stride_t, block.output_stride_h, _ = output.stride()
-    if lse is not None:
-        block.lse = lse.data_ptr()
-        block.lse_stride_t, block.lse_stride_h = lse.stride()
-    block.sinks = params.pointer(args.sinks)
-    block.counters = counters.data_ptr()
-    block.arrivals = block.counters + 8  # behind the two of the launch itself
-    block.logit_scale = args.softmax_scale * math.log2(math.e)
+    fill_result(block, args, counters)
     if args.softcap:
         block.softcap_scale = 2.0 / args.softcap
-        block.softcap_logit = args.softcap * math.log2(math.e)
-    block.batch, block.heads = args.cu_seqlens_q.shape[0] - 1, q.shape[1]
     return block
 
 

@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 #: Elements of a row of swizzled shared memory, and query rows of a block.
 _BLOCK = 64
 
+#: Fields of both prefill kernels of Hopper, from the results to the numbers that scores are multiplied by.
+RESULT_FIELDS: tuple[tuple[str, type], ...] = (
+    ("output", c_void_p),
+    ("lse", c_void_p),
+    ("sinks", c_void_p),
+    ("table", c_void_p),
+    ("counters", c_void_p),
+    ("arrivals", c_void_p),
+    ("slots", c_void_p),
+    ("output_stride_t", c_longlong),
+    ("output_stride_h", c_longlong),
+    ("lse_stride_t", c_longlong),
+    ("lse_stride_h", c_longlong),
+    ("logit_scale", c_float),
+    ("softcap_scale", c_float),
+    ("softcap_logit", c_float),
+)
+
 
 class ScheduleParams(Structure):
     """Parameter block of ``sm90/prefill_schedule.cu``."""
@@ -50,20 +68,7 @@ class PrefillParams(Structure):
             ("page_table", PageTable),
             ("rope_rows", PagedRows),
             ("mask", mask_code.MaskArgs),
-            ("output", c_void_p),
-            ("lse", c_void_p),
-            ("sinks", c_void_p),
-            ("table", c_void_p),
-            ("counters", c_void_p),
-            ("arrivals", c_void_p),
-            ("slots", c_void_p),
-            ("output_stride_t", c_longlong),
-            ("output_stride_h", c_longlong),
-            ("lse_stride_t", c_longlong),
-            ("lse_stride_h", c_longlong),
-            ("logit_scale", c_float),
-            ("softcap_scale", c_float),
-            ("softcap_logit", c_float),
+            *RESULT_FIELDS,
             ("batch", c_int),
             ("heads", c_int),
             ("processors", c_int),
@@ -99,16 +104,23 @@ def contents(args: PrefillArgs) -> tuple[object, ...]:
 
 def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
     """Fill in a parameter block, apart from what lies in the workspace."""
-    logit_scale = args.softmax_scale * math.log2(math.e)
     block = PrefillParams()
-    q, output, lse = args.q, args.output, args.lse
-    block.q = _rows_map(q, _BLOCK)
+    block.q = _rows_map(args.q, _BLOCK)
     block.k, block.v, block.rope = _key_maps(args, block_n, block.q)
     block.sequences = params.sequence_args(args)
     if args.cache is not None:
         block.page_table = params.page_table(args.cache)
         block.rope_rows = params.paged_rows(args.cache.rope)
-    block.mask = mask_code.c_args(args.mask, q.device)
+    block.mask = mask_code.c_args(args.mask, args.q.device)
+    fill_result(block, args, counters)
+    if args.softcap:
+        block.softcap_scale = 2.0 * args.softmax_scale * math.log2(math.e) / args.softcap
+    return block
+
+
+def fill_result(block: Structure, args: PrefillArgs, counters: Counters | torch.Tensor) -> None:
+    """Fill in `RESULT_FIELDS` apart from what lies in the workspace and softcap_scale, and the extents."""
+    output, lse = args.output, args.lse
     block.output = output.data_ptr()
     block.output_stride_t, block.output_stride_h, _ = output.stride()
     if lse is not None:
@@ -117,12 +129,9 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
     block.sinks = params.pointer(args.sinks)
     block.counters = counters.data_ptr()
     block.arrivals = block.counters + 8  # behind the two of the launch itself
-    block.logit_scale = logit_scale
-    if args.softcap:
-        block.softcap_scale = 2.0 * logit_scale / args.softcap
-        block.softcap_logit = args.softcap * math.log2(math.e)
-    block.batch, block.heads = args.cu_seqlens_q.shape[0] - 1, q.shape[1]
-    return block
+    block.logit_scale = args.softmax_scale * math.log2(math.e)
+    block.softcap_logit = args.softcap * math.log2(math.e)
+    block.batch, block.heads = args.cu_seqlens_q.shape[0] - 1, args.q.shape[1]
 
 
 def _rows_map(rows: torch.Tensor, box_rows: int) -> TensorMap:
