@@ -140,6 +140,22 @@ def test_a_large_batch(on_host: Run, seed: int) -> None:
     assert len(executor.launched) == 2
 
 
+@pytest.mark.parametrize(
+    "waited",
+    [
+        "if (*shared.no_more_v()) return;",
+        pytest.param("if (job.source == kNoMoreKeys) return;", marks=FULL),
+        pytest.param("Item* item = shared.item(group, q_phase);", marks=FULL),
+        pytest.param("const uint32_t next = next_tile(p, items, walk);", marks=FULL),
+    ],
+)
+def test_any_role_may_be_late(waited: str, on_host: Run, seed: int) -> None:
+    """One that is far behind the others still does all of its work before it is told that there is no more."""
+    on_host(lambda text: text.replace(waited, f"for (int i = 0; i < 300; i++) __syncwarp(); {waited}"))
+    for lengths in (((0, 64),), ((300, 100), (0, 1), (40, 0))):
+        check(build(dataclasses.replace(FP8, lengths=lengths, heads=1), "cpu", seed))
+
+
 FAULTS = {
     "diagonal_shifted": ("int ahead = item.q_position", "int ahead = 1 + item.q_position"),
     "keys_in_their_own_order": ("key / kKeyBlock * kKeyBlock + key % 2 * 32 + key % kKeyBlock / 2", "key"),

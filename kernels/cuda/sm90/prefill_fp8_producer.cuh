@@ -59,7 +59,10 @@ struct Producer {
       if (lead()) post_job(k.stage(), {0, 0, 0, 0, 0, kNoMoreKeys});
     }
     if constexpr (kTransposeV) {
-      mbarrier_wait_parity(shared.raw_empty(v.stage()), v.phase());
+      // All of them, for a warp looks at the word after it has waited, whatever tile it was that came.
+#pragma unroll 1
+      for (int stage = 0; stage < kStagesRaw; stage++, v.advance())
+        mbarrier_wait_parity(shared.raw_empty(v.stage()), v.phase());
       if (lead()) {
         *shared.no_more_v() = 1;
         mbarrier_arrive(shared.raw_full(v.stage()));
