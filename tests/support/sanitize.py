@@ -1,11 +1,12 @@
-"""Run the matrix's cases of every CUDA implementation under the four tools of compute-sanitizer, and count reports.
+"""Run the matrix's cases of CUDA and Triton kernels under the four tools of compute-sanitizer, and count reports.
 
     python -m tests.support.sanitize [--tools memcheck,racecheck] [--only prefill] [--most N] [--logs FOLDER] [--jobs N]
 
 Needs an NVIDIA GPU and compute-sanitizer on the path. Only kernels of this library are checked, but by initcheck, which
-has to see every write. Each tensor is an allocation of its own, so that one step past its end is seen. The exit status
-says whether every tool ran to its end; reports do not change it, since racecheck does not follow mbarriers: see
-docs/perf-log.md.
+has to see every write. Each tensor is an allocation of its own, so that one step past its end is seen. Faults planted
+in copies of the sources (planted_faults.py) run the same way, since "0 reports" says something only of a tool that
+finds them. The exit status is 0 where every tool came to its end, reported nothing of the kernels as they are, and
+found every fault; what remains is explained in docs/perf-log.md.
 """
 
 from __future__ import annotations
@@ -16,101 +17,147 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.planted_faults import FAULTS, ROOT, Fault
+
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-CASES_A_JOB = 10
+CASES_A_JOB = 8
 SECONDS_A_JOB = 300
 _PYTEST = [
-    sys.executable,
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "--tb=line",
-    "-m",
-    "cuda and not full_matrix",
-]
+    sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rp", "-m",
+    "(cuda or triton) and not full_matrix",
+]  # fmt: skip
 _MATRIX = "tests/kernels/test_matrix.py"
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 _REPORT = re.compile(
     r"^========= ((?:Error|Warning|Invalid|Uninitialized|Barrier|Divergent|Potential)\b.*)", re.MULTILINE
 )
+#: Kernels of Triton have the plain names of their functions; those of CUDA all begin alike.
+_TRITON_KERNELS = {"prefill": ("prefill", "schedule")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cases of one implementation for one process under one tool; of a fault, in the copy that has it."""
+
+    tool: str
+    implementation: str
+    cases: Sequence[str]
+    folder: Path = ROOT
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one process under one tool gave; ``reports`` is None where the tool did not come to its end."""
+    """What a process gave; ``reports`` is None where the tool did not come to its end."""
 
-    tool: str
-    implementation: str
+    job: Job
     reports: int | None
-    tests: str
+    passed: tuple[str, ...]
     kinds: Counter[str]
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether the tool came to its end with what it should have found."""
+        return self.reports is not None and (self.reports > 0) == (self.job.fault is not None)
+
+    def __str__(self) -> str:
+        job = self.job
+        found = "broke off" if self.reports is None else f"{self.reports} reports"
+        what = f"planted in {job.fault.file}" if job.fault else f"{len(self.passed)} of {len(job.cases)} tests passed"
+        lines = [f"{job.implementation:28}{job.tool:11}{found:>14}  {what}, {self.seconds:.0f} s"]
+        return "\n".join([*lines, *(f"      {count} x {kind}" for kind, count in self.kinds.most_common(4))])
 
 
 def implementation_of(case: str) -> str:
     """Return the registry's id in a test's id."""
-    found = re.search(r"\[(?:[a-z_]+-)?(cuda\.[a-z0-9]+\.[a-z]+\.[a-z0-9_]+)", case)
+    found = re.search(r"\[(?:[a-z_]+-)?((?:cuda|triton)\.[a-z0-9]+\.[a-z]+\.[a-z0-9_]+)", case)
     return found.group(1) if found else ""
 
 
-def find_cases(only: str) -> dict[str, list[str]]:
-    """Return the test ids of each implementation."""
+def find_cases(only: str) -> list[Job]:
+    """Return all test ids, for processes without a tool."""
     listed = subprocess.run([*_PYTEST, "--collect-only", _MATRIX], capture_output=True, text=True, check=True).stdout
-    cases = sorted((line for line in listed.splitlines() if implementation_of(line)), key=implementation_of)
-    groups = {name: list(group) for name, group in itertools.groupby(cases, implementation_of)}
-    return {name: group for name, group in groups.items() if only in name}
+    return divide("", [line for line in listed.splitlines() if only in implementation_of(line) != ""])
 
 
-def run(tool: str | None, implementation: str, cases: Sequence[str], log: Path | None) -> Outcome:
-    """Run some cases in a process of their own; without a tool, which fills the cache of compiled kernels."""
-    command = [*_PYTEST, *cases]
+def divide(tool: str, cases: Sequence[str], most: int | None = None) -> list[Job]:
+    """Return jobs of equal sizes for each implementation, of `most` cases taken evenly from all of its own."""
+    jobs = []
+    for name, own in itertools.groupby(sorted(cases, key=implementation_of), implementation_of):
+        group = list(own)
+        chosen = group if most is None else group[:: -(-len(group) // most)]
+        count = -(-len(chosen) // CASES_A_JOB)
+        jobs += [Job(tool, name, chosen[first::count]) for first in range(count)]
+    return jobs
+
+
+def command_of(job: Job) -> list[str]:
+    """Return the command line of a job."""
+    tests = [*_PYTEST, *job.cases]
+    if not job.tool:
+        return tests
+    backend, _, op, _ = job.implementation.split(".")
+    names = ["kernel_substring=mla_"] if backend == "cuda" else [
+        f"kernel_name={name}" for name in _TRITON_KERNELS.get(op, (op,))
+    ]  # fmt: skip
+    filters = [] if job.tool == "initcheck" else [word for name in names for word in ("--kernel-name", name)]
+    return ["compute-sanitizer", "--tool", job.tool, "--report-api-errors", "no", *filters, *tests]
+
+
+def run(job: Job, log: Path | None) -> Outcome:
+    """Run a job in a process of its own. Without a tool it fills the cache of compiled kernels."""
     environment = dict(os.environ)
-    if tool is not None:
-        every = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=mla_"]
-        command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", *every, *command]
+    if job.tool:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    begin = time.monotonic()
     try:
         output = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=SECONDS_A_JOB
-        ).stdout
+            command_of(job), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            cwd=job.folder, timeout=SECONDS_A_JOB,
+        ).stdout  # fmt: skip
     except subprocess.TimeoutExpired as error:
         seen = error.stdout or b""  # bytes, whatever was asked for
-        output = (seen if isinstance(seen, str) else seen.decode(errors="replace")) + "\n1 timed out in this process"
+        output = seen if isinstance(seen, str) else seen.decode(errors="replace")
     if log is not None:
         log.write_text(output, encoding="utf-8")
-    summaries = _SUMMARY.findall(output)
+    summaries = [int(count) for count in _SUMMARY.findall(output)]
     kinds = Counter(re.sub(r"\[\d+ hazards\]|0x[0-9a-f]{9,}", "", kind).strip() for kind in _REPORT.findall(output))
-    tests = next(
-        (line for line in reversed(output.splitlines()) if re.search(r"\d+ (passed|failed|skipped|timed)", line)), ""
-    )
     return Outcome(
-        tool or "", implementation, sum(map(int, summaries)) if summaries else None, tests.strip("= "), kinds
+        job=job,
+        reports=sum(summaries) if summaries or not job.tool else None,
+        passed=tuple(re.findall(r"^PASSED (.*)$", output, re.MULTILINE)),
+        kinds=kinds,
+        seconds=time.monotonic() - begin,
     )
 
 
-def show(outcomes: list[Outcome]) -> None:
-    """Print what each implementation gave under each tool."""
-    for (name, tool), some in itertools.groupby(outcomes, lambda one: (one.implementation, one.tool)):
-        found = list(some)
-        reports = sum(one.reports or 0 for one in found)
-        broken = sum(one.reports is None for one in found) if tool else 0
-        counts: Counter[str] = Counter()
-        for one in found:
-            counts.update({word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", one.tests)})
-        tests = ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped", "timed") if counts[word])
-        end = f"  {broken} processes broke off" if broken else ""
-        print(f"{name:28}{tool or 'no tool':11}{reports:6} reports  {tests}{end}")
-        kinds: Counter[str] = sum((one.kinds for one in found), Counter())
-        for kind, count in kinds.most_common(6):
-            print(f"      {count} x {kind}")
-        sys.stdout.flush()
+def show(outcomes: Sequence[Outcome]) -> None:
+    """Print what each implementation gave under each tool, and which faults were found."""
+    kept = sorted((one for one in outcomes if one.job.fault is None), key=_of)
+    print("\nas they are:")
+    for (name, tool), group in itertools.groupby(kept, _of):
+        some = list(group)
+        broken = sum(one.reports is None for one in some)
+        end = f", {broken} of {len(some)} processes broke off" if broken else ""
+        reports, passed = sum(one.reports or 0 for one in some), sum(len(one.passed) for one in some)
+        print(
+            f"{name:28}{tool:11}{reports:6} reports, {passed} of {sum(len(one.job.cases) for one in some)} passed{end}"
+        )
+    planted = [one for one in outcomes if one.job.fault is not None]
+    print(f"faults found: {sum(one.good for one in planted)} of {len(planted)}")
+
+
+def _of(outcome: Outcome) -> tuple[str, str]:
+    return outcome.job.implementation, outcome.job.tool
 
 
 def main() -> int:
@@ -121,22 +168,32 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for the tools' output")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     args = parser.parse_args()
-    chosen = {name: cases[:: -(-len(cases) // args.most)] for name, cases in find_cases(args.only).items()}
-    groups = [
-        (name, cases[first : first + CASES_A_JOB])
-        for name, cases in chosen.items()
-        for first in range(0, len(cases), CASES_A_JOB)
-    ]
+    tools = args.tools.split(",")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    unfinished = 0
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for tool in (None, *args.tools.split(",")):
-            logs = [args.logs / f"{tool}.{name}.{i}.log" if args.logs else None for i, (name, _) in enumerate(groups)]
-            outcomes = list(pool.map(lambda group, log, tool=tool: run(tool, *group, log), groups, logs))
-            show(outcomes)
-            unfinished += sum(one.reports is None for one in outcomes) if tool is not None else 0
-    return int(unfinished > 0)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        numbers = itertools.count()
+
+        def start(job: Job) -> Future[Outcome]:
+            log = f"{job.tool}.{job.implementation}.{next(numbers)}.log"
+            return pool.submit(run, job, args.logs / log if args.logs else None)
+
+        plain = [start(job) for job in find_cases(args.only)]
+        running = []
+        for number, fault in enumerate(FAULTS):
+            if args.only in fault.implementation and fault.tool in tools:
+                copy = Path(folder, str(number))
+                copy.mkdir()
+                fault.plant(copy)
+                running.append(start(Job(fault.tool, fault.implementation, [fault.test_id], copy, fault)))
+        passed = [case for future in plain for case in future.result().passed]
+        running += [start(job) for tool in tools for job in divide(tool, passed, args.most)]
+        outcomes = []
+        for future in as_completed(running):
+            outcomes.append(future.result())
+            print(outcomes[-1], flush=True)
+    show(outcomes)
+    return int(not all(one.good for one in outcomes))
 
 
 if __name__ == "__main__":
