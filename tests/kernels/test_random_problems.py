@@ -19,6 +19,8 @@ from tests.support.problems import Case, build
 from tests.support.tolerance import assert_lse, assert_output, precision_of
 
 GPU_TARGETS = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("cuda", "triton")]
+#: Of one test, so that all processes of a run of many problems have work until its end.
+MOST_PROBLEMS = 84
 
 #: What is compiled in. A chunk stands for one that is drawn: it begins on a page, or anywhere where pages are short.
 KINDS = [
@@ -83,12 +85,29 @@ def draw(kind: Case, choose: random.Random) -> Case:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("target", ["cpu", *GPU_TARGETS])
-def test_problems(target: str, kind: Case, seed: int, request: pytest.FixtureRequest) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cut the problems of each kind into tests; neighbours are of different kinds, so none is compiled for twice."""
+    if metafunc.function is not test_problems:
+        return
+    wanted = metafunc.config.getoption("problems")
+    params = []
+    for target, total in (("cpu", wanted // 10), ("cuda", wanted), ("triton", wanted)):
+        of_kind = -(-total // len(KINDS))
+        parts = -(-of_kind // MOST_PROBLEMS)
+        params += [
+            pytest.param(
+                target, kind, -(-of_kind // parts), id=f"{target}-{kind}" + f"-{part}" * (parts > 1),
+                marks=[] if target == "cpu" else getattr(pytest.mark, target),
+            )
+            for part in range(parts)
+            for kind in KINDS
+        ]  # fmt: skip
+    metafunc.parametrize(("target", "kind", "count"), params)
+
+
+def test_problems(target: str, kind: Case, count: int, seed: int) -> None:
     choose = random.Random(seed)
-    wanted = request.config.getoption("problems") // (10 if target == "cpu" else 1)
-    for _ in range(-(-wanted // len(KINDS))):
+    for _ in range(count):
         case, own_seed = draw(kind, choose), choose.randrange(2**31)
         problem = build(case, "cpu" if target == "cpu" else "cuda", own_seed)
         try:

@@ -71,18 +71,19 @@ LONG_ROWS: list[Case] = [
     for dtypes, v_scale in (("bf16", ""), ("bf16+fp8_rope", ""), ("fp8", "row"), ("fp8", "head"), ("fp8+bf16_rope", ""))
 ]
 
-#: Their product, as far as the axes are independent.
+#: Their product, as far as the axes are independent. What is not compiled in comes first, so that neighbours, which run
+#: side by side, are of different kernels and none is compiled for twice.
 PREFILLS_FULL: list[Case] = [
     Case(dtypes=dtypes, dims=dims, rope=rope, page_size=page_size, mask=mask, heads=heads, lengths=lengths, chunk=chunk)
-    for dtypes, dims, rope, page_size, mask, heads, lengths, chunk in itertools.product(
+    for lengths, heads, chunk, dtypes, dims, rope, page_size, mask in itertools.product(
+        (EDGES, ((0, 700), (1500, 130))),
+        (1, 12, 16),
+        (None, (64, 300)),
         ("bf16", "fp16", "fp32", "bf16+fp8_rope", "fp8", "fp8+bf16_rope"),
         ((192, 128), (256, 256)),
         ("paged", "batched", "ragged"),
         (1, 16, 64, 256),
         ("none", "causal", "sliding", "checkered", "causal_bias"),
-        (1, 12, 16),
-        (EDGES, ((0, 700), (1500, 130))),
-        (None, (64, 300)),
     )
     if rope == "paged" or page_size == 64
 ]
