@@ -1,6 +1,6 @@
 """Seconds from the start of a process to its first result, with an empty and with a filled cache of compiled kernels.
 
-    python benchmarks/cold_start.py [--json FILE]
+    python benchmarks/cold_start.py [--only prefill.cuda] [--json FILE]
 
 For each operation and target some processes start at once on an empty cache, then single ones on what those left.
 ``first`` is the first result less import and CUDA context, with the library's inputs made before; ``compiles`` are the
@@ -87,10 +87,13 @@ def measure(op: str, target: str, processes: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", help="one case, such as prefill.cuda")
     args = parser.parse_args()
     rows = []
-    for case in CASES:
-        rows.append(measure(*case))
+    for op, target, processes in CASES:
+        if args.only not in (None, f"{op}.{target}"):
+            continue
+        rows.append(measure(op, target, processes))
         row = rows[-1]
         print(
             f"{row['op']:8} {row['target']:7} {row['processes']:3} at once: slowest first result "

@@ -1,6 +1,6 @@
 """What bounds the prefill: its share of the tensor cores' peak at the clock that the power limit leaves.
 
-    python benchmarks/tensor_share_h200.py [--shapes 32k,ragged] [--peers fa4] [--json FILE]
+    python benchmarks/tensor_share_h200.py [--shapes 32k,ragged] [--peers fa4] [--seconds 3] [--json FILE]
 
 Each kernel runs for some seconds without a pause while nvidia-smi is asked for clock and power. A multiprocessor of
 Hopper does 4,096 operations of a 16-bit matrix product a cycle, so that share = TFLOP/s / (multiprocessors * 4,096 *
@@ -27,7 +27,6 @@ from environment import environment
 from prefill_h200 import SHAPES, Inputs, check, fa4, ours
 
 FLOPS_A_CYCLE = 4096
-SECONDS = 3.0
 _QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50"]
 
 
@@ -38,13 +37,13 @@ def matmul() -> tuple[Callable[[], object], float]:
     return lambda: torch.mm(a, b, out=out), 2.0 * 8192**3
 
 
-def sustain(call: Callable[[], object], flops: float) -> dict[str, float]:
-    """Run a kernel for `SECONDS` and return its rate, with medians of clock and power over the second half."""
+def sustain(call: Callable[[], object], flops: float, seconds: float) -> dict[str, float]:
+    """Run a kernel for some seconds and return its rate, with medians of clock and power over the second half."""
     device = str(torch.cuda.get_device_properties(0).uuid)
     ended: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     command = [*_QUERY, "-i", device if device.startswith("GPU-") else f"GPU-{device}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as monitor:
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -70,12 +69,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shapes", default="32k,8k,ragged,chunk")
     parser.add_argument("--peers", choices=("fa4", "none"), default="none")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each kernel; the second half counts")
     parser.add_argument("--launches", type=int, help="launch the first shape so often and measure nothing")
     args = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
 
     def add(name: str, call: Callable[[], object], flops: float) -> None:
-        results[name] = row = sustain(call, flops)
+        results[name] = row = sustain(call, flops, args.seconds)
         print(
             f"{name:16}{row['tflops']:6.0f} TFLOP/s at {row['clock_mhz']:5.0f} MHz and {row['power_w']:4.0f} W: "
             f"{row['share']:.1%} of {row['peak_tflops']:.0f}",
