@@ -164,7 +164,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--only", default="", help="part of an implementation's id")
-    parser.add_argument("--most", type=int, default=10_000, help="cases of an implementation, taken evenly from all")
+    parser.add_argument(
+        "--most", type=int, default=10_000, help="cases of an implementation, evenly from all; 0: faults alone"
+    )
     parser.add_argument("--logs", type=Path, help="folder for the tools' output")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     args = parser.parse_args()
@@ -178,7 +180,7 @@ def main() -> int:
             log = f"{job.tool}.{job.implementation}.{next(numbers)}.log"
             return pool.submit(run, job, args.logs / log if args.logs else None)
 
-        plain = [start(job) for job in find_cases(args.only)]
+        plain = [start(job) for job in find_cases(args.only)] if args.most else []
         running = []
         for number, fault in enumerate(FAULTS):
             if args.only in fault.implementation and fault.tool in tools:
