@@ -278,7 +278,7 @@ def measure(steps: list[Step], peer: bool, rounds: int) -> dict[str, Any]:
             "steps_ms": [statistics.median(one) for one in zip(*totals, strict=True)],
             "sweeps_ms": [sum(single) for single in totals],
             "stages_ms": {
-                stage: sum(statistics.median(single[i][s] for single in times) for i in range(len(steps)))
+                stage: [statistics.median(single[i][s] for single in times) for i in range(len(steps))]
                 for s, stage in enumerate(names)
             },
         }
@@ -291,10 +291,15 @@ def show(result: dict[str, Any], steps: list[Step]) -> None:
     print(
         f"H {result['heads']}: errors up to {max(max(s.values()) for s in result['shares_of_bound']):.2f} of the bound"
     )
-    print(f"{'step':>6}{'new':>7}{'keys':>8}{'sequences':>11}" + "".join(f"{name:>10}" for name in ways) + "  ms")
+    apart = {name: way["stages_ms"]["attend"] for name, way in ways.items() if "attend" in way["stages_ms"]}
+    print(
+        f"{'step':>6}{'new':>7}{'keys':>8}{'sequences':>11}" + "".join(f"{name:>10}" for name in ways)
+        + f"  ms; attention alone, TFLOP/s: {', '.join(apart)}"
+    )  # fmt: skip
     for i, step in enumerate(steps):
         row = f"{step.name:>6}{sum(step.new):>7}{sum(step.lengths):>8}{len(step.new):>11}"
-        print(row + "".join(f"{way['steps_ms'][i]:>10.3f}" for way in ways.values()))
+        row += "".join(f"{way['steps_ms'][i]:>10.3f}" for way in ways.values())
+        print(row + "  " + "".join(f"{step.flops / ms[i] / 1e9:>7.0f}" for ms in apart.values()))
     totals = {name: sum(way["steps_ms"]) for name, way in ways.items()}
     print(f"{'sum':>6}{'':26}" + "".join(f"{total:>10.3f}" for total in totals.values()))
     flops = sum(step.flops for step in steps)
@@ -303,7 +308,7 @@ def show(result: dict[str, Any], steps: list[Step]) -> None:
         print(f"{'peer /':>8}{'':24}" + "".join(f"{totals['peer'] / total:>10.3f}" for total in totals.values()))
     print(f"{'host us':>10}{'':22}" + "".join(f"{us:>10.0f}" for us in result["host_us"].values()))
     for name, way in ways.items():
-        stages = way["stages_ms"]
+        stages = {stage: sum(ms) for stage, ms in way["stages_ms"].items()}
         line = f"  {name}: " + ", ".join(f"{stage} {ms:.2f}" for stage, ms in stages.items()) + " ms"
         if "attend" in stages:
             line += f", attention at {flops / stages['attend'] / 1e9:.0f} TFLOP/s"
