@@ -10,14 +10,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
 import mla
-from mla import masks, reference
+from mla import dispatch, masks, reference
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask
-from mla.problem import SUPPORTED_DIMS
+from mla.problem import SUPPORTED_DIMS, Problem
 from mla.target import device_arch
 from tests.support.paged import PagedData, make_paged, offsets_of
 
@@ -148,6 +149,21 @@ class PrefillProblem:
     def expect(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the oracle's answer."""
         return reference.prefill(**self.operands, **self.keywords)
+
+
+def problem_of(case: Case) -> Problem:
+    """Return what a call of a case asks of an implementation."""
+    asked: list[Problem] = []
+
+    def resolve(problem: Problem, target: object, device: torch.device) -> Callable[[Any], None]:
+        asked.append(problem)
+        return lambda args: None
+
+    dispatch.forget()
+    with mock.patch.object(dispatch, "resolve", resolve):
+        build(case).run("cpu")
+    dispatch.forget()
+    return asked[0]
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:

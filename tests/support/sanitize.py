@@ -25,7 +25,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from mla import registry
+from mla.target import device_arch
+from tests.support.matrix_cases import LONG_ROWS, PREFILLS
 from tests.support.planted_faults import FAULTS, ROOT, Fault
+from tests.support.problems import problem_of
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 CASES_A_JOB = 8
@@ -60,7 +66,7 @@ class Outcome:
 
     job: Job
     reports: int | None
-    passed: tuple[str, ...]
+    passed: int
     kinds: Counter[str]
     seconds: float
 
@@ -72,7 +78,7 @@ class Outcome:
     def __str__(self) -> str:
         job = self.job
         found = "broke off" if self.reports is None else f"{self.reports} reports"
-        what = f"planted in {job.fault.file}" if job.fault else f"{len(self.passed)} of {len(job.cases)} tests passed"
+        what = f"planted in {job.fault.file}" if job.fault else f"{self.passed} of {len(job.cases)} tests passed"
         lines = [f"{job.implementation:28}{job.tool:11}{found:>14}  {what}, {self.seconds:.0f} s"]
         return "\n".join([*lines, *(f"      {count} x {kind}" for kind, count in self.kinds.most_common(4))])
 
@@ -83,18 +89,28 @@ def implementation_of(case: str) -> str:
     return found.group(1) if found else ""
 
 
-def find_cases(only: str) -> list[Job]:
-    """Return all test ids, for processes without a tool."""
+def find_cases(only: str) -> list[str]:
+    """Return the ids of the tests that an implementation does not refuse."""
     listed = subprocess.run([*_PYTEST, "--collect-only", _MATRIX], capture_output=True, text=True, check=True).stdout
-    return divide("", [line for line in listed.splitlines() if only in implementation_of(line) != ""])
+    problems = {str(case): problem_of(case) for case in (*PREFILLS, *LONG_ROWS)}
+
+    def fits(case: str) -> bool:
+        name = implementation_of(case)
+        if not name or only not in name:
+            return False
+        problem, arch = problems.get(case.partition(f"{name}-")[2].rstrip("]")), device_arch(torch.device("cuda"))
+        one = next(one for one in registry.default() if one.id == name)
+        return problem is None or not (one.requires.compare(problem, arch)[1] or one.load().check(problem, arch))
+
+    return [line for line in listed.splitlines() if fits(line)]
 
 
-def divide(tool: str, cases: Sequence[str], most: int | None = None) -> list[Job]:
+def divide(tool: str, cases: Sequence[str], most: int) -> list[Job]:
     """Return jobs of equal sizes for each implementation, of `most` cases taken evenly from all of its own."""
     jobs = []
     for name, own in itertools.groupby(sorted(cases, key=implementation_of), implementation_of):
         group = list(own)
-        chosen = group if most is None else group[:: -(-len(group) // most)]
+        chosen = group[:: -(-len(group) // most)]
         count = -(-len(chosen) // CASES_A_JOB)
         jobs += [Job(tool, name, chosen[first::count]) for first in range(count)]
     return jobs
@@ -102,22 +118,17 @@ def divide(tool: str, cases: Sequence[str], most: int | None = None) -> list[Job
 
 def command_of(job: Job) -> list[str]:
     """Return the command line of a job."""
-    tests = [*_PYTEST, *job.cases]
-    if not job.tool:
-        return tests
     backend, _, op, _ = job.implementation.split(".")
     names = ["kernel_substring=mla_"] if backend == "cuda" else [
         f"kernel_name={name}" for name in _TRITON_KERNELS.get(op, (op,))
     ]  # fmt: skip
     filters = [] if job.tool == "initcheck" else [word for name in names for word in ("--kernel-name", name)]
-    return ["compute-sanitizer", "--tool", job.tool, "--report-api-errors", "no", *filters, *tests]
+    return ["compute-sanitizer", "--tool", job.tool, "--report-api-errors", "no", *filters, *_PYTEST, *job.cases]
 
 
 def run(job: Job, log: Path | None) -> Outcome:
-    """Run a job in a process of its own. Without a tool it fills the cache of compiled kernels."""
-    environment = dict(os.environ)
-    if job.tool:
-        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    """Run a job in a process of its own."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begin = time.monotonic()
     try:
         output = subprocess.run(
@@ -133,8 +144,8 @@ def run(job: Job, log: Path | None) -> Outcome:
     kinds = Counter(re.sub(r"\[\d+ hazards\]|0x[0-9a-f]{9,}", "", kind).strip() for kind in _REPORT.findall(output))
     return Outcome(
         job=job,
-        reports=sum(summaries) if summaries or not job.tool else None,
-        passed=tuple(re.findall(r"^PASSED (.*)$", output, re.MULTILINE)),
+        reports=sum(summaries) if summaries else None,
+        passed=len(re.findall(r"^PASSED ", output, re.MULTILINE)),
         kinds=kinds,
         seconds=time.monotonic() - begin,
     )
@@ -148,7 +159,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
         some = list(group)
         broken = sum(one.reports is None for one in some)
         end = f", {broken} of {len(some)} processes broke off" if broken else ""
-        reports, passed = sum(one.reports or 0 for one in some), sum(len(one.passed) for one in some)
+        reports, passed = sum(one.reports or 0 for one in some), sum(one.passed for one in some)
         print(
             f"{name:28}{tool:11}{reports:6} reports, {passed} of {sum(len(one.job.cases) for one in some)} passed{end}"
         )
@@ -180,7 +191,6 @@ def main() -> int:
             log = f"{job.tool}.{job.implementation}.{next(numbers)}.log"
             return pool.submit(run, job, args.logs / log if args.logs else None)
 
-        plain = [start(job) for job in find_cases(args.only)] if args.most else []
         running = []
         for number, fault in enumerate(FAULTS):
             if args.only in fault.implementation and fault.tool in tools:
@@ -188,8 +198,8 @@ def main() -> int:
                 copy.mkdir()
                 fault.plant(copy)
                 running.append(start(Job(fault.tool, fault.implementation, [fault.test_id], copy, fault)))
-        passed = [case for future in plain for case in future.result().passed]
-        running += [start(job) for tool in tools for job in divide(tool, passed, args.most)]
+        cases = find_cases(args.only) if args.most else []
+        running += [start(job) for tool in tools for job in divide(tool, cases, args.most)]
         outcomes = []
         for future in as_completed(running):
             outcomes.append(future.result())
