@@ -94,9 +94,13 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
     @staticmethod
-    def of(parts: Parts, name: str, rows: int) -> Partial:
-        """Return the first rows of a part."""
-        return Partial(parts[name][:rows], parts[f"{name}_lse"][:rows])
+    def of(parts: Parts, name: str) -> Partial:
+        """Return a part."""
+        return Partial(parts[name], parts[f"{name}_lse"])
+
+    def rows(self, first: int, last: int) -> Partial:
+        """Return those of some rows."""
+        return Partial(self.output[first:last], self.lse[first:last])
 
 
 class Queries(NamedTuple):

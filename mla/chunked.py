@@ -203,7 +203,7 @@ def run_job(
         )
     else:
         _require_same_batch(plan, cache, offsets_given, offsets)
-    groups = Groups.of(plan)
+    groups = Groups.of(plan, call.mask if call.start_positions is None else None, extents.heads)
     if groups is not None:
         _attend_groups(call, plan, groups, weight, extents, workspace)
         return
@@ -371,25 +371,30 @@ def _chunks_of(plan: PrefillPlan) -> list[PlanChunk]:
 def _attend_groups(
     call: Call, plan: PrefillPlan, groups: Groups, weight: Weight, extents: Extents, workspace: torch.Tensor | None
 ) -> None:
-    """Work through the groups of rows: whole sequences into the output, parts of others merged on the way."""
+    """Work through the groups of rows: whole ones into the output, parts of others merged on the way."""
     output, lse, sinks = call.output, call.lse, call.sinks
     chunks = _chunks_of(plan)
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = extents._replace(rows=rows, partial=groups.most_parted_rows)
     parts = extents.allocate(workspace, call.q.device)
     buffer, kernels = make_buffer(call, plan, weight, extents, parts), _Kernels(call.target)
-    in_buffer = -1
-    for group, row_offsets in zip(groups.groups, groups.row_offsets.unbind(), strict=True):
-        chunk, rows_of_q, whole = chunks[group.chunk], slice(group.first, group.last), group.starts and group.ends
+    in_buffer, base = -1, 0
+    for i, group in enumerate(groups.groups):
+        chunk, rows_of_q = chunks[group.chunk], slice(group.first, group.last)
         buffer.point(call, chunk)
-        call.valid_length = row_offsets
+        call.valid_length = groups.row_offsets[i]
+        if groups.start_positions is not None:
+            call.start_positions, call.kv_lengths = groups.start_positions[i], groups.kv_lengths
         call.sinks = sinks if group.starts else None
-        if whole:
+        if group.whole:
             buffer.queries.enter(call)
             call.output, call.lse = output, lse
         else:
+            if group.starts:
+                base = group.first
             buffer.queries.rows(rows_of_q).enter(call)
-            so_far, part = (Partial.of(parts, name, group.last - group.first) for name in ("so_far", "part"))
+            so_far = Partial.of(parts, "so_far").rows(group.first - base, group.last - base)
+            part = Partial.of(parts, "part").rows(0, group.last - group.first)
             call.output, call.lse = so_far if group.starts else part
         if in_buffer < 0:
             kernels.judge(call)  # whatever is wrong is said before the first launch
@@ -400,10 +405,13 @@ def _attend_groups(
             in_buffer = group.chunk
         kernels.attend(call)
         if not group.starts:
-            merged: tuple[torch.Tensor, torch.Tensor | None] = so_far
-            if group.ends:
-                merged = output[rows_of_q], None if lse is None else lse[rows_of_q]
-            kernels.merge(MergeArgs(merged[0], *so_far, *part, merged[1]))
+            done, rest = group.through - group.first, group.last - group.first
+            if done:
+                end = output[group.first : group.through], None if lse is None else lse[group.first : group.through]
+                kernels.merge(MergeArgs(end[0], *so_far.rows(0, done), *part.rows(0, done), end[1]))
+            if done < rest:
+                goes_on = so_far.rows(done, rest)
+                kernels.merge(MergeArgs(goes_on.output, *goes_on, *part.rows(done, rest), goes_on.lse))
 
 
 def _attend_all(
@@ -425,7 +433,7 @@ def _attend_all(
     buffer = make_buffer(call, plan, weight, extents, parts)
     buffer.queries.enter(call)
     if several:
-        so_far, part = (Partial.of(parts, name, extents.total) for name in ("so_far", "part"))
+        so_far, part = (Partial.of(parts, name).rows(0, extents.total) for name in ("so_far", "part"))
     for i, chunk in enumerate(chunks):
         buffer.point(call, chunk)
         call.sinks = sinks if i == 0 else None

@@ -95,7 +95,7 @@ class PrefillPlan:
     total_rows: int | None = None
     seq_lens_cpu: torch.Tensor | None = None
     row_offsets_cpu: torch.Tensor | None = None
-    groups: Groups | None = field(default=None, repr=False)  # kept by Groups.of
+    groups: dict[Hashable, Groups] = field(default_factory=dict, repr=False)  # kept by Groups.of
     captured: bool = field(default=False, repr=False)  # made while a graph was captured
     kept: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)  # see `shared`
     _lengths_and_required: torch.Tensor | None = field(default=None, repr=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -30,11 +29,33 @@ def test_a_batch_by_hand() -> None:
     # Rows of q: 0-5, 5-69, 69-70, 70-79. Buffers of 96 rows: the second sequence crosses the border.
     groups = split([c + n for c, n in LENGTHS], [0, 5, 69, 69, 70, 79], 16, 96)
     assert groups == [
-        Group(0, 0, 5, True, True),
-        Group(0, 5, 69, True, False),
-        Group(1, 5, 69, False, True),
-        Group(1, 69, 70, True, True),
-        Group(2, 70, 79, True, True),
+        Group(0, 0, 5, True, 5),
+        Group(0, 5, 69, True, 5),
+        Group(1, 5, 69, False, 69),
+        Group(1, 69, 70, True, 70),
+        Group(2, 70, 79, True, 79),
+    ]
+
+
+def causal(b: int, q_lo: int, q_hi: int, k_lo: int, k_hi: int) -> bool:
+    return q_hi < k_lo
+
+
+def test_a_causal_batch_by_hand() -> None:
+    # The second sequence has its first 16 keys in the first buffer: 16 rows are whole there, and 48 go on.
+    assert split([c + n for c, n in LENGTHS], [0, 5, 69, 69, 70, 79], 16, 96, causal) == [
+        Group(0, 0, 21, True, 21),
+        Group(0, 21, 69, True, 21),
+        Group(1, 21, 69, False, 69),
+        Group(1, 69, 70, True, 70),
+        Group(2, 70, 79, True, 79),
+    ]
+    # 24 rows on 40 cached ones, in buffers of 16: all of them see the first three, the last eight the fourth.
+    assert split([64], [0, 24], 16, 16, causal) == [
+        Group(0, 0, 24, True, 0),
+        Group(1, 0, 24, False, 0),
+        Group(2, 0, 24, False, 8),
+        Group(3, 8, 24, False, 24),
     ]
 
 
@@ -43,24 +64,28 @@ def test_a_batch_by_hand() -> None:
     lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 5, 40])), max_size=6),
     page_size=st.sampled_from([1, 4, 16]),
     size=st.sampled_from([1, 7, 16, 48, 1000]),
+    hidden=st.sampled_from([None, causal]),
 )
-def test_every_row_meets_exactly_the_chunks_that_hold_its_keys(lengths: Any, page_size: int, size: int) -> None:
+def test_every_row_meets_exactly_the_chunks_that_hold_its_keys(
+    lengths: Any, page_size: int, size: int, hidden: Any
+) -> None:
     offsets = offsets_of([new for _, new in lengths])
     totals = [cached + new for cached, new in lengths]
     met: dict[int, list[tuple[int, bool, bool]]] = {row: [] for row in range(offsets[-1])}
-    for group in split(totals, offsets, page_size, size):
+    for group in split(totals, offsets, page_size, size, hidden):
         for row in range(group.first, group.last):
-            met[row].append((group.chunk, group.starts, group.ends))
+            met[row].append((group.chunk, group.starts, row < group.through))
     starts = offsets_of([-(-total // page_size) * page_size for total in totals])
     for s, total in enumerate(totals):
-        chunks = sorted({key // size for key in range(starts[s], starts[s] + total)})
-        wanted = [(chunk, chunk == chunks[0], chunk == chunks[-1]) for chunk in chunks]
         for row in range(offsets[s], offsets[s + 1]):
-            assert met[row] == wanted
+            seen = total if hidden is None else total - (offsets[s + 1] - 1 - row)
+            chunks = sorted({key // size for key in range(starts[s], starts[s] + seen)})
+            assert met[row] == [(chunk, chunk == chunks[0], chunk == chunks[-1]) for chunk in chunks]
 
 
+@pytest.mark.parametrize("mask", [masks.CausalMask(), masks.NullMask()], ids=["causal", "all"])
 @pytest.mark.parametrize("given", ["offsets on the CPU", "nothing"])
-def test_only_rows_that_cross_a_border_are_merged(given: str) -> None:
+def test_only_rows_that_cross_a_border_are_merged(given: str, mask: mla.Mask) -> None:
     data, q, weight = job(LENGTHS)
     merged: list[int] = []
 
@@ -73,14 +98,11 @@ def test_only_rows_that_cross_a_border_are_merged(given: str) -> None:
     more = {"seq_lens_cpu": totals} if given != "nothing" else {}
     with mock.patch.object(_Kernels, "merge", count):
         out, lse = mla.chunked_prefill(
-            q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, buffer_token_size=96,
+            q, data.cache, 0, weight, data.input_row_offsets, mask, SCALE, buffer_token_size=96,
             return_lse=True, target="cpu", **more,
         )  # fmt: skip
-    starts = list(accumulate((-(-t // 16) * 16 for t in totals), initial=0))
-    crossing = [t and start // 96 < (start + t - 1) // 96 for start, t in zip(starts, totals, strict=False)]
-    wanted = [new for (_, new), crosses in zip(LENGTHS, crossing, strict=True) if crosses]
-    assert merged == wanted and wanted
-    expected, expected_lse = expect(data, q, weight, masks.CausalMask())
+    assert merged == [48 if isinstance(mask, masks.CausalMask) else 64], "of the second sequence alone"
+    expected, expected_lse = expect(data, q, weight, mask)
     assert_output(out, expected, "fp32")
     assert_lse(lse, expected_lse, "fp32")
 
@@ -91,6 +113,8 @@ def test_masks_see_the_numbers_and_positions_of_the_whole_batch() -> None:
     bias = torch.randn(5, HEADS, 64, 80)
     for mask in (
         mla.Mask.from_function(lambda b, h, q, k: (k <= q) & (q - k < windows[b]) & (k + b > 1)),
+        mla.Mask.from_function(lambda b, h, q, k: (k <= q) & (q - k < 9 + 3 * b)),
+        mla.Mask.from_function(lambda b, h, q, k: (k <= q) | (h == HEADS - 1)),
         masks.MaterializedMask(bias),
     ):
         sinks = torch.randn(HEADS)
@@ -167,8 +191,9 @@ def test_the_workspace_holds_the_parted_rows_alone() -> None:
         mla.chunked_prefill(
             q, data.cache, 0, weight, data.input_row_offsets, masks.CausalMask(), SCALE, plan=plan, target="cpu"
         )
-    assert plan.groups is not None
+    (groups,) = plan.groups.values()
     assert seen and seen[0] < mla.workspace_size("chunked_prefill", q, data.cache, 0, weight, plan=plan)
-    rows = plan.groups.most_parted_rows
+    rows = groups.most_parted_rows
+    assert rows == 48
     parts = [96 * 512 * 4, 96 * HEADS * 256 * 4, *2 * [rows * HEADS * 128 * 4], *2 * [rows * HEADS * 4]]
     assert seen[0] == sum(math.ceil(part / 256) * 256 for part in parts)
