@@ -116,7 +116,7 @@ def make_calls(target: str) -> Calls:
             lambda: ops.plan(*tables, offsets, *cache.operands, 128, target),
         ),
         "gather (of the decompression)": (
-            lambda: mla.gather.gather_layer(*first, cache, latent[:128], target),
+            lambda: mla.gather.gather_latent(*first, pages, 0, latent, **on),
             lambda: ops.gather(latent[:128], *first[:2], None, first[2], *cache.operands, target),
         ),
         "store": (

@@ -7,7 +7,7 @@ are looked at on the CPU only, where that is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from mla._prefill_check import describe
 from mla.errors import ArgumentError, ShapeError
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask, as_mask
-from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
+from mla.problem import QK_ROPE_HEAD_DIM, Again, PrefillArgs, Problem
 from mla.target import Target
 
 Scale = torch.Tensor | float | None
@@ -35,7 +35,7 @@ class Form:
     """What the calls of one signature have in common."""
 
     problem: Problem
-    run: Callable[[PrefillArgs], None]
+    run: dispatch.Runner
     indices_ready: bool  # every index tensor is contiguous int32 on the device of the call
     indices_on_cpu: bool  # one of them can be read without a sync
     captures: bool  # a cache or a mask brings tensors that may have been copied before the call
@@ -85,8 +85,8 @@ class Call:
         }
 
 
-def launch(call: Call, stream: Stream | None) -> None:
-    """Check the call, choose its kernel and launch it.
+def launch(call: Call, stream: Stream | None) -> Again | None:
+    """Check the call, choose its kernel and launch it; see `mla._repeat.repeating` for what is returned.
 
     Raises
     ------
@@ -95,10 +95,28 @@ def launch(call: Call, stream: Stream | None) -> None:
     """
     if torch.compiler.is_compiling():
         _trace(call, stream)
-        return
+        return None
     form = judge(call)
     with stream_scope(call.q.device, stream):
-        form.run(canonical(call, form))
+        return attend(call, form)
+
+
+def attend(call: Call, form: Form) -> Again | None:
+    """Launch a call that was judged, on the current stream; see `mla._repeat.repeating` for what is returned."""
+    again = form.run(canonical(call, form))
+    return again if again is not None and _is_whole(call, form) else None
+
+
+def _is_whole(call: Call, form: Form) -> bool:
+    """Return whether the kernel reads the call's own tensors alone, and no values were looked at."""
+    device, scales = call.q.device, (call.q_scale, call.k_scales, call.v_scale)
+    return (
+        form.indices_ready
+        and not call.check_indices
+        and (call.sinks is None or call.sinks.is_contiguous())
+        and all(capture.device == device for capture in call.mask.captures)
+        and all((scale, device) in _numbers for scale in scales if isinstance(scale, (int, float)))
+    )
 
 
 def judge(call: Call) -> Form:

@@ -25,8 +25,9 @@ from mla._check import (
 from mla._chunk_buffer import Extents, Partial, make_buffer
 from mla._chunk_groups import Groups
 from mla._launch import Stream, stream_scope, traced_target
-from mla._prefill_call import Call, Form, canonical, judge
+from mla._prefill_call import Call, Form, attend, judge
 from mla._prefill_check import require_fp8_format
+from mla._repeat import find, looks, remember
 from mla.dispatch import Runner
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.gather import Weight
@@ -34,7 +35,7 @@ from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.masks import Mask, as_mask
 from mla.merge import find_run as find_merge
 from mla.plan import PlanChunk, PrefillPlan, check_buffer_token_size, make_plan
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, MergeArgs
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, Again, MergeArgs
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -207,7 +208,7 @@ def run_job(
     if groups is not None:
         _attend_groups(call, plan, groups, weight, extents, workspace)
         return
-    kernels = _Kernels(call.target)
+    kernels = _Kernels(call)
     _attend_all(call, plan, weight, extents, workspace, keep_rows, kernels)
     if plan.total_rows is None and plan.max_chunks * plan.buffer_token_size < _most_rows(cache):
         _spoil_cut_sequences(call, plan, kernels)
@@ -331,23 +332,31 @@ class _Kernels:
     A tensor of one row has a kind of its own, for its stride does not count in an alignment.
     """
 
-    def __init__(self, target: str | Target) -> None:
-        self._target = target
+    def __init__(self, call: Call) -> None:
+        self._target = call.target
+        self._same = "job", call.q.device, looks((call.k_rope, call.mask, call.scale, call.softcap, call.target))
         self._forms: dict[Hashable, Form] = {}
         self._merges: dict[Hashable, Runner] = {}
 
-    def judge(self, call: Call) -> Form:
-        """Return the form of a call; raise whatever is wrong with it."""
+    def _judge(self, call: Call) -> Form:
         kind = call.output.dtype, call.lse is None, call.sinks is None, call.q.shape[0] == 1
         form = self._forms.get(kind)
         if form is None:
             form = self._forms[kind] = judge(call)
         return form
 
-    def attend(self, call: Call) -> None:
-        """Launch a call."""
-        form = self.judge(call)
-        form.run(canonical(call, form))
+    def ready(self, call: Call) -> Again:
+        """Return what launches a call, to be used before the call changes; raise whatever is wrong with it."""
+        key = self._same, looks((
+            call.output, call.lse, call.sinks, call.q, call.q_rope, call.q_scale, call.k, call.k_scales, call.v,
+            call.v_scale, call.valid_length, call.cache_row_offsets, call.cache_offsets, call.start_positions,
+            call.kv_lengths,
+        ))  # fmt: skip
+        again = find(key)
+        if again is not None:
+            return again
+        form = self._judge(call)
+        return lambda: remember(key, call.q.device, attend(call, form))
 
     def merge(self, args: MergeArgs) -> None:
         """Launch a merge."""
@@ -377,7 +386,7 @@ def _attend_groups(
     rows = max((chunk.max_length for chunk in chunks), default=0)
     extents = extents._replace(rows=rows, partial=groups.most_parted_rows)
     parts = extents.allocate(workspace, call.q.device)
-    buffer, kernels = make_buffer(call, plan, weight, extents, parts), _Kernels(call.target)
+    buffer, kernels = make_buffer(call, plan, weight, extents, parts), _Kernels(call)
     in_buffer, base = -1, 0
     for i, group in enumerate(groups.groups):
         chunk, rows_of_q = chunks[group.chunk], slice(group.first, group.last)
@@ -396,14 +405,14 @@ def _attend_groups(
             so_far = Partial.of(parts, "so_far").rows(group.first - base, group.last - base)
             part = Partial.of(parts, "part").rows(0, group.last - group.first)
             call.output, call.lse = so_far if group.starts else part
+        attend_group = kernels.ready(call)  # whatever is wrong is said before the first launch
         if in_buffer < 0:
-            kernels.judge(call)  # whatever is wrong is said before the first launch
             buffer.begin()
         if in_buffer != group.chunk:
             if chunk.max_length:
                 buffer.fill(chunk)
             in_buffer = group.chunk
-        kernels.attend(call)
+        attend_group()
         if not group.starts:
             done, rest = group.through - group.first, group.last - group.first
             if done:
@@ -439,8 +448,8 @@ def _attend_all(
         call.sinks = sinks if i == 0 else None
         if several:
             call.output, call.lse = so_far if i == 0 else part
+        attend_chunk = kernels.ready(call)  # whatever is wrong is said before the first launch
         if i == 0:
-            kernels.judge(call)  # whatever is wrong is said before the first launch
             buffer.begin()
             if several and keep_rows:  # rows of no sequence: what is there, merged with nothing
                 so_far.output.copy_(output)
@@ -448,7 +457,7 @@ def _attend_all(
                 part.lse.fill_(-math.inf)
         if chunk.max_length:
             buffer.fill(chunk)
-        kernels.attend(call)
+        attend_chunk()
         if i:
             merged, merged_lse = (output, lse) if i == last else so_far
             kernels.merge(MergeArgs(merged, *so_far, *part, merged_lse))

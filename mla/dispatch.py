@@ -18,14 +18,14 @@ import torch
 from mla import registry
 from mla.errors import ArgumentError, DeviceError, UnsupportedError
 from mla.explanation import Candidate, Explanation, describe
-from mla.problem import OPS, Op, Problem
+from mla.problem import OPS, Again, Op, Problem
 from mla.requirements import listed
 from mla.target import BACKENDS, Availability, Target, device_arch, runs_on
 
 if TYPE_CHECKING:
     from mla.registry_file import Implementation
 
-Runner = Callable[[Any], None]
+Runner = Callable[[Any], Again | None]
 _V = TypeVar("_V")
 _lock = threading.RLock()
 _memos: list[Memo] = []
@@ -87,7 +87,8 @@ def resolve(problem: Problem, target: Target | str, device: torch.device) -> Run
     Returns
     -------
     callable
-        Takes the op's ``*Args`` and launches on torch's current stream; nothing is compiled when it is called.
+        Takes the op's ``*Args`` and launches on torch's current stream; nothing is compiled when it is called. May
+        return what launches the same again.
 
     Raises
     ------

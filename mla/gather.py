@@ -25,10 +25,11 @@ from mla._check import (
     signature,
 )
 from mla._launch import Stream, stream_scope, traced_target
+from mla._repeat import repeating
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
-from mla.problem import KV_LORA_RANK, GatherArgs, Problem
+from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -135,19 +136,20 @@ def gather_latent(
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
     cache = kv_collection.layer(layer_idx)
-    gather_layer(buffer_row_offsets_1d, cache_offsets_1d, buffer_length, cache, k_latent_buffer, target, stream)
+    _gather_layer(k_latent_buffer, buffer_row_offsets_1d, cache_offsets_1d, buffer_length, cache, target, stream=stream)
 
 
 def gather_layer(
+    k_latent_buffer: torch.Tensor,
     buffer_row_offsets_1d: torch.Tensor,
     cache_offsets_1d: torch.Tensor,
     buffer_length: int | torch.Tensor,
     cache: PagedKVCache,
-    k_latent_buffer: torch.Tensor,
     target: str | Target = "gpu",
+    *,
     stream: Stream | None = None,
-) -> None:
-    """Gather one chunk of one layer."""
+) -> Again | None:
+    """Gather one chunk of one layer; see `mla._repeat.repeating` for what is returned."""
     require_tensor(k_latent_buffer, "k_latent_buffer", 2)
     require_no_grad(k_latent_buffer=k_latent_buffer, kv_collection=cache.latent)
     if torch.compiler.is_compiling():
@@ -156,7 +158,7 @@ def gather_layer(
             k_latent_buffer, buffer_row_offsets_1d, cache_offsets_1d, buffer_length if known else None,
             None if known else buffer_length, *cache.operands, traced_target(target, stream),
         )  # fmt: skip
-        return
+        return None
     run = find_run(cache, k_latent_buffer, target)
     device, rows = k_latent_buffer.device, k_latent_buffer.shape[0]
     row_offsets = as_index(buffer_row_offsets_1d, "buffer_row_offsets_1d", cache.batch_size + 1, device)
@@ -165,9 +167,17 @@ def gather_layer(
     check_non_negative(cache_offsets_1d, "cache_offsets_1d")
     length = _buffer_length(buffer_length, rows, device)
     if isinstance(length, int) and length <= 0:
-        return
+        return None
     with stream_scope(device, stream):
-        run(GatherArgs(row_offsets, offsets, length, cache, k_latent_buffer))
+        again = run(GatherArgs(row_offsets, offsets, length, cache, k_latent_buffer))
+    copied = row_offsets is not buffer_row_offsets_1d or offsets is not cache_offsets_1d
+    if isinstance(length, torch.Tensor):
+        assert isinstance(buffer_length, torch.Tensor)
+        copied = copied or length.data_ptr() != buffer_length.data_ptr()
+    return None if copied or isinstance(buffer_length, torch.Tensor) != isinstance(length, torch.Tensor) else again
+
+
+_gather_layer = repeating(gather_layer)
 
 
 def find_run(cache: PagedKVCache, k_latent_buffer: torch.Tensor, target: str | Target) -> Runner:

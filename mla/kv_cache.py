@@ -6,6 +6,7 @@ Nothing is copied: a collection holds views of the caller's tensors, whose page 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,16 @@ from mla._check import (
     require_tensor,
     short_dtype,
 )
+from mla.dispatch import Memo
 from mla.errors import ArgumentError, DeviceError
 from mla.kv_layouts import GRANULARITIES, ROW_DIM, CacheViews, as_blocks, split_blocks
 from mla.page_tables import check_live_pages, csr_lengths, make_tables
 
 if TYPE_CHECKING:
     from mla.target import Target
+
+_places = Memo(limit=4096)
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -61,6 +66,8 @@ class PagedKVCache:
     copied : str
         Why a captured graph would not see new tables: they were converted when the cache was made. Empty where kernels
         read the caller's own memory.
+    place : int
+        A number that layers share whose pages, tables and bounds have the same addresses, forms and values.
     """
 
     latent: torch.Tensor
@@ -80,6 +87,7 @@ class PagedKVCache:
     alignment: int
     signature: tuple[Any, ...]
     copied: str
+    place: int
 
     @classmethod
     def of(
@@ -102,8 +110,18 @@ class PagedKVCache:
         latent_dtype, rope_dtype = short_dtype(latent.dtype), short_dtype(rope.dtype)
         dtypes = latent_dtype if rope_dtype == latent_dtype else f"{latent_dtype}+{rope_dtype}_rope"
         # While a call is traced there are no addresses, and nothing asks for them.
-        aligned_to = 1 if torch.compiler.is_compiling() else alignment(latent, rope)
-        csr = page_indptr is not None
+        traced = torch.compiler.is_compiling()
+        aligned_to = 1 if traced else alignment(latent, rope)
+        signature = (
+            dtypes, page_size, page_indptr is not None, quantization_granularity, aligned_to, batch_size,
+            lengths_include_new, device,
+        )  # fmt: skip
+        place = 0
+        if not traced:
+            tensors = (latent, rope, scales, page_table, page_indptr, lengths)
+            where = [None if x is None else (x.data_ptr(), x.shape, x.stride()) for x in tensors]
+            key = (*where, signature, max_seq_length, max_cache_length)
+            place = _places.get(key) or _places.remember(key, next(_numbers))
         return cls(
             latent,
             rope,
@@ -120,11 +138,10 @@ class PagedKVCache:
             max_cache_length,
             dtypes,
             aligned_to,
-            (
-                dtypes, page_size, csr, quantization_granularity, aligned_to, batch_size, lengths_include_new, device,
-            ),
+            signature,
             copied,
-        )  # fmt: skip
+            place,
+        )
 
     @property
     def operands(self) -> tuple[Any, ...]:

@@ -19,9 +19,10 @@ from mla._check import (
     signature,
 )
 from mla._launch import Stream, stream_scope, traced_target
+from mla._repeat import repeating
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError
-from mla.problem import SUPPORTED_DIMS, MergeArgs, Problem
+from mla.problem import SUPPORTED_DIMS, Again, MergeArgs, Problem
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -80,13 +81,30 @@ def merge_attn_states(
             output, output_lse, *tensors[1:5], lse_layout=lse_layout, target=traced_target(target, stream)
         )
         return
+    _merge(*tensors, lse_layout, target, stream=stream)
+
+
+@repeating
+def _merge(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    lse_layout: str,
+    target: str | Target,
+    *,
+    stream: Stream | None,
+) -> Again | None:
+    tensors = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
     run = find_run(*tensors, lse_layout, target)
     _refuse_gradients(*tensors)
     if lse_layout == "HT":
         prefix_lse, suffix_lse = prefix_lse.T, suffix_lse.T
         output_lse = None if output_lse is None else output_lse.T
     with stream_scope(output.device, stream):
-        run(MergeArgs(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse))
+        return run(MergeArgs(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse))
 
 
 def _refuse_gradients(*tensors: torch.Tensor | None) -> None:

@@ -36,10 +36,11 @@ from mla._check import (
     signature,
 )
 from mla._launch import Stream, stream_scope, traced_target
+from mla._repeat import repeating
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, BufferOverflowError, DTypeError, ShapeError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
-from mla.problem import PlanArgs, Problem
+from mla.problem import Again, PlanArgs, Problem
 
 if TYPE_CHECKING:
     from mla._chunk_groups import Groups
@@ -227,13 +228,13 @@ def generic_flare_mla_prefill_ragged_paged_plan(
     """
     if not isinstance(kv_collection, PagedKVCacheCollection):
         raise DTypeError(f"kv_collection must be a PagedKVCacheCollection, got {type(kv_collection).__name__}")
-    write_plan(
+    _write_plan(
         input_row_offsets,
         kv_collection.layer(layer_idx),
         buffer_token_size,
         (buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks),
         target,
-        stream,
+        stream=stream,
     )
 
 
@@ -243,14 +244,18 @@ def write_plan(
     buffer_token_size: int,
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     target: str | Target = "gpu",
+    *,
     stream: Stream | None = None,
-) -> None:
-    """Write the plan of one layer into (buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks)."""
+) -> Again | None:
+    """Write the plan of one layer into (buffer_row_offsets, cache_offsets, buffer_lengths, required_chunks).
+
+    See `mla._repeat.repeating` for what is returned.
+    """
     if torch.compiler.is_compiling():
         torch.ops.mla.plan(
             *tables, input_row_offsets, *cache.operands, buffer_token_size, traced_target(target, stream)
         )
-        return
+        return None
     key = (cache.signature, target, *signature(input_row_offsets, *tables))
     run = _runs.get(key)
     if run is None:
@@ -266,7 +271,7 @@ def write_plan(
         if device.type == "cpu":
             cache.check_indices(offsets)
     with stream_scope(device, stream):
-        run(
+        again = run(
             PlanArgs(
                 offsets,
                 cache,
@@ -277,6 +282,10 @@ def write_plan(
                 required_chunks,
             )
         )
+    return again if offsets is input_row_offsets else None
+
+
+_write_plan = repeating(write_plan)
 
 
 def prefill_plan(
@@ -361,7 +370,7 @@ def make_plan(
         _lengths_and_required=tail,
     )
     tables = (plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths, plan.required_chunks)
-    write_plan(input_row_offsets, cache, buffer_token_size, tables, target, stream)
+    _write_plan(input_row_offsets, cache, buffer_token_size, tables, target, stream=stream)
     if seq_lens is not None and device.type == input_row_offsets.device.type == "cpu":
         actual = cache.total_lengths(input_row_offsets)
         if not torch.equal(seq_lens, actual):

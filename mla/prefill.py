@@ -9,9 +9,11 @@ import torch
 from mla._check import FP8_DTYPES, require_tensor
 from mla._launch import Stream
 from mla._prefill_call import Call, Scale, launch
+from mla._repeat import repeating
 from mla.errors import ArgumentError
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask, as_mask
+from mla.problem import Again
 from mla.target import Target
 
 if TYPE_CHECKING:
@@ -125,7 +127,8 @@ def flare_mla_prefill(
     scale: float,
     **keywords: Unpack[PrefillKeywords],
 ) -> None: ...
-def flare_mla_prefill(output: torch.Tensor, *operands: Any, **keywords: Any) -> None:
+@repeating
+def flare_mla_prefill(output: torch.Tensor, *operands: Any, **keywords: Any) -> Again | None:
     """Attend from ragged queries over a ragged K/V buffer, the rope part of the keys read from a cache or a tensor.
 
     The overloads are told apart by where the mask stands: after ``q, k, v, k_rope`` (paged or tensor rope), after
@@ -207,8 +210,8 @@ def flare_mla_prefill(output: torch.Tensor, *operands: Any, **keywords: Any) -> 
     UnsupportedError
         Nothing serves the problem on the target; with every candidate's reasons.
     """
-    stream = keywords.pop("stream", None)
-    launch(bind(output, operands, keywords), stream)
+    stream = keywords.pop("stream")
+    return launch(bind(output, operands, keywords), stream)
 
 
 def bind(output: torch.Tensor, operands: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
@@ -305,10 +308,12 @@ def prefill(
     if return_lse and keywords.get("lse") is None:
         shape = q.shape[:2] if keywords.get("lse_layout", "TH") == "TH" else (q.shape[1], q.shape[0])
         keywords["lse"] = torch.empty(shape, dtype=torch.float32, device=q.device)
-    stream = keywords.pop("stream", None)
-    call = _call(
-        "prefill", output, q, q_rope, k, v, k_rope, k_rope_scales, mask, valid_length, cache_row_offsets, scale,
-        **keywords,
-    )  # fmt: skip
-    launch(call, stream)
-    return (output, call.lse) if return_lse and call.lse is not None else output
+    fields = (output, q, q_rope, k, v, k_rope, k_rope_scales, mask, valid_length, cache_row_offsets, scale)
+    _attend_fields(*fields, **keywords)
+    lse = keywords.get("lse")
+    return (output, lse) if return_lse and lse is not None else output
+
+
+@repeating
+def _attend_fields(*fields: Any, stream: Stream | None, **keywords: Any) -> Again | None:
+    return launch(_call("prefill", *fields, **keywords), stream)

@@ -7,6 +7,7 @@ is viewed as int32), LSE tensors are [T, H] views whatever layout the caller has
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
     from mla.kv_cache import PagedKVCache
     from mla.masks import Mask, MaskProgram
+
+#: Launches once more what an implementation has launched, on torch's current stream: the same addresses, shapes and
+#: numbers. Not while a graph is captured.
+Again = Callable[[], None]
 
 Op = Literal["plan", "gather", "store", "prefill", "merge", "quantize"]
 OPS: tuple[Op, ...] = ("plan", "gather", "store", "prefill", "merge", "quantize")

@@ -25,9 +25,10 @@ from mla._check import (
     signature,
 )
 from mla._launch import Stream, stream_scope, traced_target
+from mla._repeat import repeating
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError
-from mla.problem import QK_ROPE_HEAD_DIM, Problem, QuantizeArgs
+from mla.problem import QK_ROPE_HEAD_DIM, Again, Problem, QuantizeArgs
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -380,9 +381,10 @@ def _write(
     if torch.compiler.is_compiling():
         torch.ops.mla.quantize(out, scale, x, granularity, static, traced_target(target, stream))
     else:
-        launch(out, scale, x, granularity, static, target, stream)
+        launch(out, scale, x, granularity, static, target, stream=stream)
 
 
+@repeating
 def launch(
     output: torch.Tensor,
     scale: torch.Tensor,
@@ -390,8 +392,9 @@ def launch(
     granularity: int,
     static: bool,
     target: str | Target = "gpu",
+    *,
     stream: Stream | None = None,
-) -> None:
+) -> Again | None:
     """Run the op; the tensors are those of `QuantizeArgs`."""
     aligned_to = alignment(x, output)
     key = (target, granularity, static, aligned_to, *signature(x, output, scale))
@@ -407,6 +410,6 @@ def launch(
         )
         run = _runs.remember(key, resolve(problem, target, x.device))
     if x.numel() == 0:
-        return
+        return None
     with stream_scope(x.device, stream):
-        run(QuantizeArgs(x, output, scale))
+        return run(QuantizeArgs(x, output, scale))

@@ -22,8 +22,9 @@ from mla._check import (
     signature,
 )
 from mla._launch import Stream, stream_scope, traced_target
+from mla._repeat import repeating
 from mla.dispatch import Memo, Runner, resolve
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Problem, StoreArgs
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again, Problem, StoreArgs
 
 if TYPE_CHECKING:
     from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
@@ -67,7 +68,7 @@ def store(
     ShapeError, DTypeError, DeviceError, ArgumentError, UnsupportedError
         Before anything is launched.
     """
-    store_layer(kv_collection.layer(layer_idx), input_row_offsets, latent, rope, target, stream)
+    _store_layer(kv_collection.layer(layer_idx), input_row_offsets, latent, rope, target, stream=stream)
 
 
 def store_layer(
@@ -76,15 +77,16 @@ def store_layer(
     latent: torch.Tensor,
     rope: torch.Tensor,
     target: str | Target = "gpu",
+    *,
     stream: Stream | None = None,
-) -> None:
-    """Write the rows of one layer."""
+) -> Again | None:
+    """Write the rows of one layer; see `mla._repeat.repeating` for what is returned."""
     require_tensor(latent, "latent", 2)
     require_tensor(rope, "rope", 2)
     require_no_grad(latent=latent, rope=rope, kv_collection=cache.latent)
     if torch.compiler.is_compiling():
         torch.ops.mla.store(*cache.operands, input_row_offsets, latent, rope, traced_target(target, stream))
-        return
+        return None
     aligned_to = min(cache.alignment, alignment(latent, rope))
     key = (cache.signature, target, aligned_to, *signature(latent, rope))
     run = _runs.get(key)
@@ -98,9 +100,13 @@ def store_layer(
         cache.check_indices(offsets)
         check_non_negative(cache.cached_lengths(offsets), "seq_lens less the new tokens")
     if latent.shape[0] == 0:
-        return
+        return None
     with stream_scope(cache.device, stream):
-        run(StoreArgs(offsets, cache, latent, rope))
+        again = run(StoreArgs(offsets, cache, latent, rope))
+    return again if offsets is input_row_offsets else None
+
+
+_store_layer = repeating(store_layer)
 
 
 def _validated(

@@ -17,6 +17,7 @@ import torch
 
 from mla._check import require_no_grad
 from mla._prefill_call import Call, launch
+from mla._repeat import repeating
 from mla.chunked import find_extents, run_job
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.gather import gather_layer
@@ -24,7 +25,7 @@ from mla.kv_cache import PagedKVCache
 from mla.masks import Mask
 from mla.merge import merge_attn_states
 from mla.plan import PrefillPlan, write_plan
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again
 from mla.quantize import launch as launch_quantize
 from mla.store import store_layer
 
@@ -78,11 +79,13 @@ _library = torch.library.Library("mla", "DEF")
 # Arguments that equal their defaults are left out at the end of the list that an operator's function gets.
 
 
-def _plan(*args: Any) -> None:
+@repeating
+def _plan(*args: Any, stream: None) -> Again | None:
     tables, offsets, cache, (size, *target) = args[:4], args[4], args[5 : 5 + _CACHE_WIDTH], args[5 + _CACHE_WIDTH :]
-    write_plan(offsets, _cache(cache), size, tables, *target)
+    return write_plan(offsets, _cache(cache), size, tables, *target)
 
 
+@repeating
 def _gather(
     buffer: torch.Tensor,
     row_offsets: torch.Tensor,
@@ -90,27 +93,36 @@ def _gather(
     rows: int | None,
     length: torch.Tensor | int | None,
     *args: Any,
-) -> None:
+    stream: None,
+) -> Again | None:
     if length is None:
         length = rows
     if length is None or (rows is not None and rows is not length):
         raise ArgumentError("exactly one of rows and buffer_length must be given")
     cache, target = args[:_CACHE_WIDTH], args[_CACHE_WIDTH:]
-    gather_layer(row_offsets, offsets, length, _cache(cache), buffer, *target)
+    return gather_layer(buffer, row_offsets, offsets, length, _cache(cache), *target)
 
 
-def _store(*args: Any) -> None:
-    store_layer(_cache(args[:_CACHE_WIDTH]), *args[_CACHE_WIDTH:])
+@repeating
+def _store(*args: Any, stream: None) -> Again | None:
+    return store_layer(_cache(args[:_CACHE_WIDTH]), *args[_CACHE_WIDTH:])
 
 
+@repeating
 def _prefill(
-    output: torch.Tensor, q: torch.Tensor, q_rope: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, *args: Any
-) -> None:
+    output: torch.Tensor,
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    stream: None,
+) -> Again | None:
     rope, args = args[:_CACHE_WIDTH], args[_CACHE_WIDTH:]
     mask, rest = Mask.from_text(*args[:_MASK_WIDTH]), args[_MASK_WIDTH:]
     paged = rope[4] is not None
     k_rope, rope_scales = (_cache(rope), None) if paged else (rope[1], rope[2])
-    launch(Call(output, q, q_rope, k, v, k_rope, rope_scales, mask, *rest), None)
+    return launch(Call(output, q, q_rope, k, v, k_rope, rope_scales, mask, *rest), None)
 
 
 def _merge(output: torch.Tensor, output_lse: torch.Tensor | None, *sides: Any, **keywords: Any) -> None:

@@ -41,14 +41,12 @@ class Counters:
 _of_streams: dict[tuple[int, int], Counters] = {}
 
 
-def counters_of(device: torch.device, words: int = 2) -> Counters | torch.Tensor:
-    """Return zeroed counters, at most 65,536, to be kept until the launch.
+def counters_of_stream(device: torch.device) -> Counters:
+    """Return zeroed counters of the current stream, at most 65,536, which is not being captured.
 
-    Kernels leave them zero, so that the same serve a stream. A captured graph, which may be replayed on any stream, has
-    its own, zeroed by the graph.
+    Kernels leave them zero, so that the same serve a stream. A captured graph may be replayed on any stream and needs
+    counters of its own, zeroed by the graph.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     counters = _of_streams.get(key)
     if counters is None:

@@ -18,10 +18,11 @@ from mla.backends.cuda.params import (
     row_fields,
     table_fields,
 )
-from mla.problem import KV_LORA_RANK, GatherArgs, Problem
+from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem
 
 if TYPE_CHECKING:
     import torch
+
 
 THREADS = 256
 
@@ -86,14 +87,14 @@ class Gather:
         return (KernelSpec(name, "sm80/gather.cu", "mla_gather", GatherParams, THREADS, defines=defines),)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[GatherArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[GatherArgs], Again | None]:
         """Compile and load; the result launches."""
         (spec,) = Gather.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         rows_per_block = _rows_per_warp(problem) * THREADS // 32
         pack, size, output_size = packer(GatherParams), C_SIZES[problem.dtypes], C_SIZES[problem.out_dtype]
 
-        def run(args: GatherArgs) -> None:
+        def run(args: GatherArgs) -> Again | None:
             cache, output, length = args.cache, args.output, args.buffer_length
             rows = max(length, 0) if isinstance(length, int) else output.shape[0]
             params = pack(
@@ -108,6 +109,6 @@ class Gather:
                 cache.batch_size,
                 rows,
             )
-            kernel.launch(params, -(-rows // rows_per_block))
+            return kernel.launch(params, -(-rows // rows_per_block))
 
         return run

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import C_SIZES, C_TYPES, packer, row_fields
-from mla.problem import SUPPORTED_DIMS, MergeArgs, Problem
+from mla.problem import SUPPORTED_DIMS, Again, MergeArgs, Problem
 
 if TYPE_CHECKING:
     import torch
+
 
 THREADS = 256
 #: (token, head) rows of a thread: with two inputs, four 16-byte loads in flight.
@@ -71,14 +72,14 @@ class Merge:
         return (KernelSpec(name, "sm80/merge.cu", "mla_merge", MergeParams, THREADS, defines=defines),)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[MergeArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[MergeArgs], Again | None]:
         """Compile and load; the result launches."""
         (spec,) = Merge.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         pack, size, output_size = packer(MergeParams), C_SIZES[problem.dtypes], C_SIZES[problem.out_dtype]
         rows_per_block = ROWS * THREADS * _CHUNK // problem.v_head_dim
 
-        def run(args: MergeArgs) -> None:
+        def run(args: MergeArgs) -> Again | None:
             tokens, heads = args.output.shape[:2]
             params = pack(
                 *row_fields(args.output, output_size),
@@ -90,6 +91,6 @@ class Merge:
                 tokens,
                 heads,
             )
-            kernel.launch(params, -(-tokens * heads // rows_per_block))
+            return kernel.launch(params, -(-tokens * heads // rows_per_block))
 
         return run

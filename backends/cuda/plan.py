@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import packer
-from mla.problem import PlanArgs, Problem
+from mla.problem import Again, PlanArgs, Problem
 
 if TYPE_CHECKING:
     import torch
+
 
 THREADS = 1024
 #: Tiles of sequences at most; bounds the work of summing what lies before a tile to a multiple of B.
@@ -70,14 +71,14 @@ class Plan:
         return (KernelSpec("plan.scan", "sm80/plan.cu", "mla_plan", PlanParams, THREADS),)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], Again | None]:
         """Compile and load; the result launches."""
         (spec,) = Plan.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         blocks = runtime.properties(device).multi_processor_count
         pack, reciprocals = packer(PlanParams), functools.cache(reciprocal)
 
-        def run(args: PlanArgs) -> None:
+        def run(args: PlanArgs) -> Again | None:
             cache, required = args.cache, args.required_chunks
             batch_size, chunks = cache.batch_size, args.buffer_lengths.shape[0]
             tile = THREADS * -(-batch_size // (THREADS * MAX_TILES)) or THREADS
@@ -97,6 +98,6 @@ class Plan:
                 0 if cache.lengths_include_new else 1,
                 tile,
             )
-            kernel.launch(params, tiles, min(chunks, max(1, blocks // tiles)))
+            return kernel.launch(params, tiles, min(chunks, max(1, blocks // tiles)))
 
         return run

@@ -17,7 +17,7 @@ from mla.backends.cuda.prefill_sm90_launch import launcher
 from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES
 from mla.mask_expr import postorder
 from mla.masks import CausalMask
-from mla.problem import PrefillArgs, Problem
+from mla.problem import Again, PrefillArgs, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -199,14 +199,13 @@ class PrefillFp8Sm90:
         return workspace_of(problem, T=T, L=L, B=B, H=H).bytes
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], Again | None]:
         """Compile and load for whole sequences and a v_scale of each head; the result launches."""
         return launcher(
             device,
             prefill_spec=lambda variant, programmatic: prefill_spec(problem, variant, programmatic=programmatic),
             schedule_spec=schedule_spec(problem),
             workspace_of=lambda T, L, B, H: workspace_of(problem, T=T, L=L, B=B, H=H),
-            contents=blocks.contents,
             make=blocks.make,
             block_n=_BLOCK_N,
             variant_of=lambda args: Variant(

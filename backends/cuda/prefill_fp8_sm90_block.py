@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla import mask_code
-from mla.backends.cuda import params, prefill_sm90_block
+from mla.backends.cuda import params
 from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
 from mla.backends.cuda.prefill_sm90_block import RESULT_FIELDS, fill_result
 from mla.backends.cuda.runtime import TensorMap, with_tail
@@ -17,7 +17,6 @@ from mla.backends.cuda.tensor_map import tensor_map
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 if TYPE_CHECKING:
-    from mla.backends.cuda.counters import Counters
     from mla.problem import PrefillArgs
 
 #: Query rows of a block, and keys of a tile that are permuted among themselves.
@@ -63,21 +62,8 @@ def rope_box(page_size: int) -> int:
     return 0 if box % 16 else box
 
 
-def contents(args: PrefillArgs) -> tuple[object, ...]:
-    """Return all that a parameter block holds, biases apart, without making it."""
-    scales = args.q_scale, args.k_scales, args.v_scale
-    cached = None if args.cache is None else args.cache.scales
-    return (
-        *prefill_sm90_block.contents(args),
-        *(
-            None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
-            for tensor in (args.q_rope, *scales, args.rope_scales, cached)
-        ),
-    )
-
-
-def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
-    """Fill in a parameter block, apart from what lies in the workspace."""
+def make(args: PrefillArgs, block_n: int) -> PrefillParams:
+    """Fill in a parameter block, apart from counters and what lies in the workspace."""
     block = PrefillParams()
     block.q, block.q_rope = _query_maps(args)
     block.k = block.v = block.rope = block.q
@@ -95,7 +81,7 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
         if scale is not None:
             setattr(block, name, scale.data_ptr())
             setattr(block, f"{name}_stride", scale.stride(0) if scale.shape[0] > 1 else 0)
-    fill_result(block, args, counters)
+    fill_result(block, args)
     if args.softcap:
         block.softcap_scale = 2.0 / args.softcap
     return block

@@ -14,10 +14,11 @@ from mla import mask_code
 from mla.backends.cuda import params, runtime
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, PrefillArgs, Problem
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again, PrefillArgs, Problem
 
 if TYPE_CHECKING:
     import torch
+
 
 #: Bytes of shared memory that one block can have (CUDA C++ Programming Guide, "Compute Capabilities").
 SHARED_BYTES = {
@@ -282,7 +283,7 @@ class PrefillSm80:
         return 0
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], Again | None]:
         """Compile and load for a positive scale and values of one scale a head, for others when a call has them.
 
         The result launches. Calls that would leave processors idle, and those of short sequences, take tiles of half
@@ -302,17 +303,17 @@ class PrefillSm80:
         for tile in (tall, short):
             kernel(tile, True, False)
 
-        def run(args: PrefillArgs) -> None:
+        def run(args: PrefillArgs) -> Again | None:
             rows, heads = args.q.shape[:2]
             batch = args.cu_seqlens_q.shape[0] - 1
             if rows == 0 or batch == 0:
-                return
+                return None
             few = (rows // tall.block_m + batch) * heads <= blocks_at_once
             tile = short if few or args.max_seqlen_q <= short.block_m else tall
             slots = rows // tile.block_m + batch
             value_scales = args.v_scale is not None and args.v_scale.ndim == 2
             params = _params(args, problem.granularity, batch, heads)
-            kernel(tile, args.softmax_scale > 0.0, value_scales).launch(params, slots * heads)
+            return kernel(tile, args.softmax_scale > 0.0, value_scales).launch(params, slots * heads)
 
         return run
 

@@ -15,7 +15,7 @@ from mla.backends.cuda.prefill_sm90_block import PrefillParams, ScheduleParams
 from mla.backends.cuda.prefill_sm90_launch import launcher
 from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES, Workspace
 from mla.mask_expr import postorder
-from mla.problem import PrefillArgs, Problem
+from mla.problem import Again, PrefillArgs, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -201,14 +201,13 @@ class PrefillSm90:
         return workspace_of(problem, T=T, L=L, B=B, H=H).bytes
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], Again | None]:
         """Compile and load for a positive scale and whole sequences; the result launches."""
         return launcher(
             device,
             prefill_spec=lambda variant, programmatic: prefill_spec(problem, variant, programmatic=programmatic),
             schedule_spec=schedule_spec(problem),
             workspace_of=lambda T, L, B, H: workspace_of(problem, T=T, L=L, B=B, H=H),
-            contents=blocks.contents,
             make=blocks.make,
             block_n=tile_of(problem).block_n,
             variant_of=lambda args: Variant(args.cache_offsets is not None, args.softmax_scale > 0.0),

@@ -10,7 +10,6 @@ import torch
 
 from mla import mask_code
 from mla.backends.cuda import params
-from mla.backends.cuda.counters import Counters
 from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
@@ -82,28 +81,8 @@ def rope_box(page_size: int, block_n: int) -> int:
     return 0 if box % 8 else box
 
 
-def contents(args: PrefillArgs) -> tuple[object, ...]:
-    """Return all that a parameter block holds, biases apart, without making it."""
-    q, k, v, output, lse, cache, rope = args.q, args.k, args.v, args.output, args.lse, args.cache, args.rope
-    where: tuple[object, ...]
-    if cache is not None:
-        pages = cache.rope
-        where = (pages.data_ptr(), pages.shape, pages.stride(), *params.table_fields(cache))
-    else:
-        assert rope is not None
-        where = (rope.data_ptr(), rope.shape, rope.stride())
-    mask = args.mask
-    return (
-        args.softmax_scale, args.softcap,
-        q.data_ptr(), q.shape, q.stride(), k.data_ptr(), k.shape, k.stride(), v.data_ptr(), v.stride(),
-        output.data_ptr(), output.stride(), None if lse is None else (lse.data_ptr(), lse.stride()),
-        args.cu_seqlens_q.shape, *params.sequence_fields(args), params.pointer(args.sinks), *where,
-        *([x.data_ptr() for x in mask.captures_on(q.device)] if mask.program.captures else ()),
-    )  # fmt: skip
-
-
-def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> PrefillParams:
-    """Fill in a parameter block, apart from what lies in the workspace."""
+def make(args: PrefillArgs, block_n: int) -> PrefillParams:
+    """Fill in a parameter block, apart from counters and what lies in the workspace."""
     block = PrefillParams()
     block.q = _rows_map(args.q, _BLOCK)
     block.k, block.v, block.rope = _key_maps(args, block_n, block.q)
@@ -112,14 +91,14 @@ def make(args: PrefillArgs, block_n: int, counters: Counters | torch.Tensor) -> 
         block.page_table = params.page_table(args.cache)
         block.rope_rows = params.paged_rows(args.cache.rope)
     block.mask = mask_code.c_args(args.mask, args.q.device)
-    fill_result(block, args, counters)
+    fill_result(block, args)
     if args.softcap:
         block.softcap_scale = 2.0 * args.softmax_scale * math.log2(math.e) / args.softcap
     return block
 
 
-def fill_result(block: Structure, args: PrefillArgs, counters: Counters | torch.Tensor) -> None:
-    """Fill in `RESULT_FIELDS` apart from what lies in the workspace and softcap_scale, and the extents."""
+def fill_result(block: Structure, args: PrefillArgs) -> None:
+    """Fill in `RESULT_FIELDS` apart from memory of the launch and softcap_scale, and the extents."""
     output, lse = args.output, args.lse
     block.output = output.data_ptr()
     block.output_stride_t, block.output_stride_h, _ = output.stride()
@@ -127,8 +106,6 @@ def fill_result(block: Structure, args: PrefillArgs, counters: Counters | torch.
         block.lse = lse.data_ptr()
         block.lse_stride_t, block.lse_stride_h = lse.stride()
     block.sinks = params.pointer(args.sinks)
-    block.counters = counters.data_ptr()
-    block.arrivals = block.counters + 8  # behind the two of the launch itself
     block.logit_scale = args.softmax_scale * math.log2(math.e)
     block.softcap_logit = args.softcap * math.log2(math.e)
     block.batch, block.heads = args.cu_seqlens_q.shape[0] - 1, args.q.shape[1]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.params import C_SIZES, C_TYPES, packer, row_fields
-from mla.problem import Problem, QuantizeArgs
+from mla.problem import Again, Problem, QuantizeArgs
 
 if TYPE_CHECKING:
     import torch
+
 
 THREADS = 256
 #: Threads that share a scale, by granularity.
@@ -71,14 +72,14 @@ class Quantize:
         return (spec,)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[QuantizeArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[QuantizeArgs], Again | None]:
         """Compile and load; the result launches."""
         (spec,) = Quantize.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         pack, size, output_size = packer(QuantizeParams), C_SIZES[problem.dtypes], C_SIZES[problem.out_dtype]
         granularity, units_per_block = problem.granularity, THREADS // LANES[problem.granularity]
 
-        def run(args: QuantizeArgs) -> None:
+        def run(args: QuantizeArgs) -> Again | None:
             tokens, heads, width = args.x.shape
             scale = args.scale
             units = tokens * heads * -(-width // granularity) if granularity else tokens
@@ -92,6 +93,6 @@ class Quantize:
                 heads,
                 width,
             )
-            kernel.launch(params, -(-units // units_per_block))
+            return kernel.launch(params, -(-units // units_per_block))
 
         return run

@@ -1,7 +1,7 @@
 """Devices, loaded kernels and their launch.
 
-A launch is one foreign call of the driver on torch's current stream. Parameter block and launch configuration are made
-for the call, so threads never share them; the driver copies both before it returns.
+A launch is one foreign call of the driver on torch's current stream. Parameter block and launch configuration are only
+read once made, so that threads may share them; the driver copies both before it returns.
 """
 
 from __future__ import annotations
@@ -129,16 +129,20 @@ class Kernel:
                 f"{spec.kernel_id(self.arch)}: {spec.shared_bytes} bytes of shared memory",
             )
 
-    def launch(self, params: ctypes.Structure | bytes, grid_x: int, grid_y: int = 1, grid_z: int = 1) -> None:
+    def launch(self, params: ctypes.Structure | bytes, grid_x: int, grid_y: int = 1, grid_z: int = 1) -> Launch | None:
         """Put the kernel on torch's current stream of its device, which has to be the current device.
 
         Parameters
         ----------
         params : ctypes.Structure or bytes
-            An instance of ``spec.params``, or its bytes (`params.packer`); may be reused or dropped as soon as this
-            returns.
+            An instance of ``spec.params``, or its bytes (`params.packer`); not to be changed while the result is used.
         grid_x, grid_y, grid_z : int
             Blocks; an empty grid launches nothing.
+
+        Returns
+        -------
+        Launch or None
+            Launches the same again; None for an empty grid.
 
         Raises
         ------
@@ -146,17 +150,39 @@ class Kernel:
             The driver refuses the launch; names the kernel and the driver's error.
         """
         if not (grid_x and grid_y and grid_z):
-            return
-        pointer = _BytesPointer(params) if isinstance(params, bytes) else _StructurePointer(ctypes.addressof(params))
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        config = _LAUNCH_CONFIG.pack(grid_x, grid_y, grid_z, *self._block, stream, *self._attribute_list)
-        result = self._launch_kernel(config, self._handle, pointer, None)
+            return None
+        launch = Launch(self, params, (grid_x, grid_y, grid_z))
+        launch()
+        return launch
+
+
+class Launch:
+    """A launch of a kernel with its parameters, to be made on torch's current stream any number of times."""
+
+    __slots__ = ("_configs", "_grid", "_kernel", "_params", "_pointer")
+
+    def __init__(self, kernel: Kernel, params: ctypes.Structure | bytes, grid: tuple[int, int, int]) -> None:
+        self._kernel, self._params, self._grid = kernel, params, grid
+        self._pointer = (
+            _BytesPointer(params) if isinstance(params, bytes) else _StructurePointer(ctypes.addressof(params))
+        )
+        self._configs: dict[int, bytes] = {}  # by stream
+
+    def __call__(self) -> None:
+        """Launch; raises as `Kernel.launch`."""
+        kernel = self._kernel
+        stream = torch._C._cuda_getCurrentRawStream(kernel.device_index)
+        config = self._configs.get(stream)
+        if config is None:
+            config = _LAUNCH_CONFIG.pack(*self._grid, *kernel._block, stream, *kernel._attribute_list)
+            self._configs[stream] = config
+        result = kernel._launch_kernel(config, kernel._handle, self._pointer, None)
         if result == _ERROR_INVALID_CONTEXT:
             # A thread that has made no CUDA call yet has no current context; torch's is the device's primary one.
-            compiler.cuda_core().Device(self.device_index).set_current()
-            result = self._launch_kernel(config, self._handle, pointer, None)
+            compiler.cuda_core().Device(kernel.device_index).set_current()
+            result = kernel._launch_kernel(config, kernel._handle, self._pointer, None)
         if result:
-            check(result, f"launch of {self.spec.kernel_id(self.arch)}, grid ({grid_x}, {grid_y}, {grid_z})")
+            check(result, f"launch of {kernel.spec.kernel_id(kernel.arch)}, grid {self._grid}")
 
 
 def load(spec: KernelSpec, device: torch.device) -> Kernel:

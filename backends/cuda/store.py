@@ -18,10 +18,11 @@ from mla.backends.cuda.params import (
     row_fields,
     table_fields,
 )
-from mla.problem import Problem, StoreArgs
+from mla.problem import Again, Problem, StoreArgs
 
 if TYPE_CHECKING:
     import torch
+
 
 THREADS = 128
 #: Rows of a warp: with three chunks of a row, twelve 16-byte loads a lane in flight.
@@ -92,7 +93,7 @@ class Store:
         return (KernelSpec(name, "sm80/store.cu", "mla_store", StoreParams, THREADS, defines=defines),)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[StoreArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[StoreArgs], Again | None]:
         """Compile and load; the result launches."""
         (spec,) = Store.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
@@ -100,7 +101,7 @@ class Store:
         latent_size, rope_size = (C_SIZES[dtype] for dtype in _cache_dtypes(problem))
         rows_per_block = ROWS * THREADS // 32
 
-        def run(args: StoreArgs) -> None:
+        def run(args: StoreArgs) -> Again | None:
             cache, latent, rope = args.cache, args.latent, args.rope
             rows = latent.shape[0]
             params = pack(
@@ -118,6 +119,6 @@ class Store:
                 cache.batch_size,
                 rows,
             )
-            kernel.launch(params, -(-rows // rows_per_block))
+            return kernel.launch(params, -(-rows // rows_per_block))
 
         return run

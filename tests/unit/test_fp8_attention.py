@@ -11,9 +11,9 @@ import torch
 import mla
 from mla import DTypeError, ShapeError, UnsupportedError, masks, reference
 from mla._check import alignment
-from mla._prefill_call import Call, Form, canonical
+from mla._prefill_call import Call, Form, attend
 from mla.kv_cache import PagedKVCacheCollection
-from mla.problem import PrefillArgs
+from mla.problem import Again
 from tests.support.paged import PagedData, make_paged, offsets_of
 from tests.support.problems import fp8_dtype
 from tests.support.replay_step import Step, Tape
@@ -129,11 +129,11 @@ def test_leftovers_in_pages_and_workspaces_change_no_bit(weight_is: str) -> None
 def test_values_are_projected_transposed_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Call] = []
 
-    def watch(call: Call, form: Form) -> PrefillArgs:
+    def watch(call: Call, form: Form) -> Again | None:
         seen.append(call)
-        return canonical(call, form)
+        return attend(call, form)
 
-    monkeypatch.setattr("mla.chunked.canonical", watch)
+    monkeypatch.setattr("mla.chunked.attend", watch)
     data, q, weight = job(page_size=1)
     run(data, q, weight, 1000)
     (call,) = seen
