@@ -221,12 +221,12 @@ def bind(output: torch.Tensor, operands: tuple[Any, ...], keywords: dict[str, An
     if len(operands) != len(names) or not names:
         names = _layout(operands, keywords)
         operands += tuple(keywords.pop(name) for name in names[len(operands) :])
-    if names is _WHOLE_Q:
+    if names == _WHOLE_Q:  # not `is`, which torch.compile does not follow
         q, k, v, k_rope, mask, valid_length, row_offsets, scale = operands
         rope_scales = keywords.pop("k_rope_scales", None)
         fields = (output, q, None, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale)
         return _call("flare_mla_prefill", *fields, **keywords)
-    if names is _WHOLE_Q_SCALED:
+    if names == _WHOLE_Q_SCALED:
         q, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale = operands
         fields = (output, q, None, k, v, k_rope, rope_scales, mask, valid_length, row_offsets, scale)
         return _call("flare_mla_prefill", *fields, **keywords)

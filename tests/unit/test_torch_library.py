@@ -160,6 +160,22 @@ class TestTracing:
         traced, _ = self.compiled(step)
         self.same(step, traced, o["q"], o["k"], o["v"])
 
+    @pytest.mark.parametrize("dtypes", ["fp32", "bf16+fp8_rope"])
+    def test_an_output_that_is_given(self, dtypes: str) -> None:
+        problem = build(Case(dtypes=dtypes, rope="batched", overrides=False))
+        o, scales = problem.operands, [problem.keywords["k_rope_scales"]] * (dtypes != "fp32")
+
+        def step(q: Any, k: Any, v: Any) -> Any:
+            out = torch.zeros(q.shape[0], q.shape[1], 128, dtype=q.dtype)
+            mla.flare_mla_prefill(
+                out, q, k, v, o["k_rope"], *scales, o["mask"], o["valid_length"], o["cache_row_offsets"], 0.07,
+                target="cpu",
+            )  # fmt: skip
+            return (out,)
+
+        traced, _ = self.compiled(step)
+        self.same(step, traced, o["q"], o["k"], o["v"])
+
     def test_everything_made_inside(self) -> None:
         data, q, weight = job(LENGTHS)
         layer = data.cache.layer(0)
