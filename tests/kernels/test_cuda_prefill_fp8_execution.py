@@ -140,26 +140,33 @@ def test_a_large_batch(on_host: Run, seed: int) -> None:
     assert len(executor.launched) == 2
 
 
-@pytest.mark.parametrize(
-    "waited",
-    [
-        "if (*shared.no_more_v()) return;",
-        pytest.param("if (job.source == kNoMoreKeys) return;", marks=FULL),
-        pytest.param("Item* item = shared.item(group, q_phase);", marks=FULL),
-        pytest.param("const uint32_t next = next_tile(p, items, walk);", marks=FULL),
-    ],
-)
-def test_any_role_may_be_late(waited: str, on_host: Run, seed: int) -> None:
-    """One that is far behind the others still does all of its work before it is told that there is no more."""
-    on_host(lambda text: text.replace(waited, f"for (int i = 0; i < 300; i++) __syncwarp(); {waited}"))
-    for lengths in (((0, 64),), ((300, 100), (0, 1), (40, 0))):
-        check(build(dataclasses.replace(FP8, lengths=lengths, heads=1), "cpu", seed))
+#: Rows of V, which warps transpose, and V^T, by TMA and by copies: items of one tile and of several.
+LATE = [
+    dataclasses.replace(CASES[2], lengths=((0, 164), (300, 70), (40, 0))),
+    dataclasses.replace(ANYWHERE, heads=1, lengths=((0, 160), (0, 33), (0, 15))),
+]
+WARPS = 16
+
+
+def check_with_one_late(executor: Executor, problem: PrefillProblem) -> None:
+    """Each warp in turn, and the copy engine, moves only when nothing else can: it is as far behind as it can be."""
+    for executor.slow in range(WARPS + 1):
+        check(problem)
+
+
+@pytest.mark.parametrize("case", LATE, ids=str)
+def test_any_role_may_be_late(case: Case, on_host: Run, seed: int) -> None:
+    check_with_one_late(on_host(), build(case, "cpu", seed))
 
 
 FAULTS = {
     "diagonal_shifted": ("int ahead = item.q_position", "int ahead = 1 + item.q_position"),
     "keys_in_their_own_order": ("key / kKeyBlock * kKeyBlock + key % 2 * 32 + key % kKeyBlock / 2", "key"),
     "scales_given_back_too_early": ("if constexpr (kBody == Body::kUniform) release", "release"),
+    "warps_issue_other_products": (
+        "return next == kVisible ? kUnsure : next;",
+        "return next == kVisible && tid_x() % 128 < 32 ? kUnsure : next;",
+    ),
 }
 FAULTS_FULL = {
     "row_scales_wrong": ("p.q_scale[(item->q_row + at)", "p.q_scale[(item->q_row + (at ^ 1))"),
@@ -173,7 +180,10 @@ FAULTS_FULL = {
     ),
     "probabilities_out_of_place": ("words[2 * u + r] =", "words[(2 * u + r) ^ 2] ="),
     "second_half_from_the_first": ("row + block + half, full", "row + half, full"),
-    "copied_too_early": ("mbarrier_wait_parity(shared.v_free(v.stage()), v.phase());", ""),
+}
+FAULTS_LATE = {
+    "end_told_too_early": (LATE[0], "stage < kStagesRaw; stage++, v.advance()", "stage < 1; stage++"),
+    "copied_too_early": (LATE[1], "mbarrier_wait_parity(shared.v_free(v.stage()), v.phase());", ""),
 }
 
 
@@ -186,9 +196,13 @@ FAULTS_FULL = {
 )
 def test_a_fault_is_caught(old: str, new: str, on_host: Run, seed: int) -> None:
     on_host(lambda text: text.replace(old, new))
-    case = ANYWHERE if "v_free" in old else FP8
-    try:
-        check(build(dataclasses.replace(case, scale=0.15), "cpu", seed))
-    except (AssertionError, HostFault):
-        return
-    pytest.fail("the fault was not seen")
+    with pytest.raises((AssertionError, HostFault)):
+        check(build(dataclasses.replace(FP8, scale=0.15), "cpu", seed))
+
+
+@pytest.mark.parametrize("fault", ["end_told_too_early", pytest.param("copied_too_early", marks=FULL)])
+def test_a_fault_is_caught_where_someone_is_late(fault: str, on_host: Run, seed: int) -> None:
+    case, old, new = FAULTS_LATE[fault]
+    executor = on_host(lambda text: text.replace(old, new))
+    with pytest.raises((AssertionError, HostFault)):
+        check_with_one_late(executor, build(case, "cpu", seed))

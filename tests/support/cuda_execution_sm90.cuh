@@ -2,7 +2,8 @@
 // same wrappers, in C++.
 //
 // Made to find faults: TMA boxes arrive in any order and at any time before someone has to wait for them; products read
-// shared memory only when they are waited for; what a box or a product touches is found by the descriptor's own words.
+// shared memory only when they are waited for, and want all warps of their warpgroup; what a box or a product touches is
+// found by the descriptor's own words.
 #pragma once
 #include "ptx.cuh"
 #include <map>
@@ -28,11 +29,15 @@ inline std::map<uint32_t, Barrier> barriers;
 inline std::vector<Load> loads;  // in flight
 inline host::Meeting named[16];
 inline std::vector<std::vector<std::function<void()>>> products[host::kMostThreads];  // groups, the last one open
+inline uint32_t issued[host::kMostThreads];  // a digest of all products that a thread has issued
+inline host::Meeting warpgroups[host::kMostThreads / 128];
 
 inline void reset() {
   barriers.clear();
   loads.clear();
   for (host::Meeting& meeting : named) meeting = {};
+  for (host::Meeting& meeting : warpgroups) meeting = {};
+  for (uint32_t& mine : issued) mine = 0;
   for (auto& mine : products) mine.assign(1, {});
 }
 inline const bool registered = (host::resets.push_back(reset), true);
@@ -75,6 +80,16 @@ inline void deliver() {
   complete(barrier);
 }
 
+// A slow copy engine brings one box each time that all stand still.
+inline void deliver_some() {
+  if (host::slow != host::threads / host::kWarp) {
+    if (host::random(2)) deliver();
+  } else if (host::still) {
+    host::still = false;
+    deliver();
+  }
+}
+
 }  // namespace sm90
 
 struct alignas(64) TensorMap { uint8_t bytes[128]; };
@@ -95,10 +110,12 @@ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
 inline void mbarrier_arrive(uint32_t barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 inline void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
   host::fibers[host::current].site = {"mbarrier", "at byte", int(barrier)};
+  if (host::is_slow()) host::yield();  // others go ahead even where it need not wait
   while (sm90::barriers.at(barrier).phase == int(parity)) {
-    if (host::random(2)) sm90::deliver();
+    sm90::deliver_some();
     host::yield();
   }
+  host::progress++;
 }
 
 // ---- proxies, registers, grids --------------------------------------------------------------------------------------
@@ -161,7 +178,11 @@ inline void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, int c
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 inline void wgmma_fence() {}
-inline void wgmma_commit_group() { sm90::products[host::current].push_back({}); }
+// Four warps issue a product together: those of which one issues another, or none, wait for ever.
+inline void wgmma_commit_group() {
+  host::meet(sm90::warpgroups[host::current / 128], 128, {"wgmma", "digest", int(sm90::issued[host::current])});
+  sm90::products[host::current].push_back({});
+}
 template <int N> void wgmma_wait_group() {
   auto& groups = sm90::products[host::current];
   while (groups.size() > N + 1) {
@@ -209,12 +230,16 @@ template <typename T, int N, typename A, typename B> void add_product(float* d, 
       }
     }
 }
-inline void later(std::function<void()> product) { sm90::products[host::current].back().push_back(product); }
+template <int N> void later(uint64_t b, std::function<void()> product) {
+  sm90::products[host::current].back().push_back(product);
+  uint32_t& digest = sm90::issued[host::current];
+  for (uint32_t word : {uint32_t(N), uint32_t(b), uint32_t(b >> 32)}) digest = (digest ^ word) * 16777619;
+}
 inline int first_row() { return host::current / 32 % 4 * 16 + host::current % 32 / 4; }
 
 template <typename T, int N> void product_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   float* to = d;
-  later([=] {
+  later<N>(b, [=] {
     add_product<T, N>(
         to, accumulate,
         [=](int r, int k) { return number<T>(k_major(a, first_row() + 8 * r, k * sizeof(T))); },
@@ -242,7 +267,7 @@ struct Fragments {
 template <int N> void wgmma_e4m3_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, bool accumulate) {
   float* to = d;
   const Fragments fragments(a[0], a[1], a[2], a[3]);
-  later([=] {
+  later<N>(b, [=] {
     add_product<e4m3, N>(
         to, accumulate,
         [=](int r, int k) {
@@ -256,7 +281,7 @@ template <typename T, int N>
 void wgmma_rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
   float* to = d;
   const Fragments fragments(a0, a1, a2, a3);
-  later([=] {
+  later<N>(b, [=] {
     const uint32_t start = uint32_t(b & 0x3fff) << 4, leading = uint32_t(b >> 16 & 0x3fff) << 4,
                    stride = uint32_t(b >> 32 & 0x3fff) << 4;
     add_product<T, N>(

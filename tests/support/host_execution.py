@@ -50,6 +50,8 @@ class HostExecutor:
         Where sources and libraries go; equal texts are built once.
     launched : list of str
         Name of the kernel of each launch.
+    slow : int
+        The warp that moves only when nothing else can; past the last one: the copy engine (CUDA); -1: none.
     """
 
     definitions: str
@@ -58,6 +60,7 @@ class HostExecutor:
     def __init__(self, folder: Path, mutate: Mutation | None = None, seed: int = 0) -> None:
         self.folder, self.mutate, self.seed = folder, mutate, seed
         self.launched: list[str] = []
+        self.slow = -1
         self._tensors: list[torch.Tensor] = []
 
     def text(self, spec: Any) -> str:
@@ -81,7 +84,7 @@ class HostExecutor:
             extents = (ctypes.c_int * 3)(*grid, *(1,) * (3 - len(grid)))
             self.launched.append(spec.name)
             result = library.host_run(
-                block, extents, spec.threads, self.seed, (_Range * len(ranges))(*ranges), len(ranges)
+                block, extents, spec.threads, self.seed, self.slow, (_Range * len(ranges))(*ranges), len(ranges)
             )
             if result:
                 raise HostFault(_RESULTS[result] + library.host_report().decode())

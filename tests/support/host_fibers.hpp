@@ -1,8 +1,9 @@
 // The threads of a block (AMD: the work-items of a workgroup) as fibers of one host thread, for kernels that are built as
 // host C++ by host_execution.py.
 //
-// Made to find faults: warps (waves) take turns in a random order, global memory outside the given tensors is a fault,
-// and a block whose threads do not all come to the same place ends with a report of who waits where.
+// Made to find faults: warps (waves) take turns in a random order, one of them may be as slow as it can be, global memory
+// outside the given tensors is a fault, and a block whose threads do not all come to the same place ends with a report
+// of who waits where.
 //
 // The text after this one defines call_kernel, start_block and start_thread; HOST_WARP is the lanes of a warp.
 #include <math.h>
@@ -49,7 +50,8 @@ ucontext_t scheduler;
 int current, threads;
 Index grid, block_index, thread_index;
 unsigned long long progress, random_state;
-bool fault;
+int slow;  // the warp that moves only when nothing else can; past the last one: the copy engine; negative: none
+bool fault, still;  // still: the last round of turns moved nothing
 std::vector<Range> ranges;
 std::string report;
 
@@ -61,6 +63,8 @@ inline unsigned random(unsigned below) {
   random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
   return unsigned(random_state >> 33) % below;
 }
+
+inline bool is_slow() { return current / kWarp == slow; }
 
 // Lets the others run, the lanes of this warp first.
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
@@ -134,6 +138,7 @@ inline std::string waiting() {
 inline Result run_block(const void* params) {
   kernel_params = params;
   block = {};
+  still = false;
   start_block();
   for (int t = 0; t < threads; t++) {
     Fiber& fiber = fibers[t];
@@ -152,20 +157,22 @@ inline Result run_block(const void* params) {
     const int count = threads / kWarp, first = random(count);
     alive = 0;
     for (int i = 0; i < count; i++) {
-      const int turns = 1 + random(3);  // a warp may run ahead of the others
+      const int warp = (first + i) % count;
+      const int turns = warp == slow ? still : 1 + random(3);  // a warp may run ahead of the others
+      for (int lane = 0; lane < kWarp; lane++) alive += !fibers[warp * kWarp + lane].ended;
       for (int turn = 0; turn < turns; turn++)
         for (int lane = 0; lane < kWarp; lane++) {
-          current = (first + i) % count * kWarp + lane;
+          current = warp * kWarp + lane;
           thread_index.x = current;
           if (!fibers[current].ended) swapcontext(&scheduler, &fibers[current].context);
-          if (turn == 0) alive += !fibers[current].ended;
         }
     }
     if (fault) return kFault;
-    if (alive > 0 && progress == before) {
+    if (alive > 0 && progress == before && (still || slow < 0)) {
       report = waiting();
       return kDeadlock;
     }
+    still = progress == before;
   }
   return kDone;
 }
@@ -174,10 +181,11 @@ inline Result run_block(const void* params) {
 
 extern "C" const char* host_report() { return host::report.c_str(); }
 
-extern "C" int host_run(const void* params, const host::Index* grid, int threads, unsigned seed,
+extern "C" int host_run(const void* params, const host::Index* grid, int threads, unsigned seed, int slow,
                         const host::Range* ranges, int count) {
   host::threads = threads;
   host::random_state = seed;
+  host::slow = slow;
   host::fault = false;
   host::report.clear();
   host::ranges.assign(ranges, ranges + count);
