@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import (
+from mla.backends.params import (
     C_SIZES,
     C_TYPES,
     PAGE_SIZES,
-    PagedRows,
-    PageTable,
+    GatherParams,
     packer,
     row_fields,
     table_fields,
@@ -25,23 +23,6 @@ if TYPE_CHECKING:
 
 
 THREADS = 256
-
-
-class GatherParams(Structure):
-    """Parameter block of ``sm80/gather.cu``."""
-
-    _fields_ = [
-        ("latent", PagedRows),
-        ("scales", PagedRows),
-        ("table", PageTable),
-        ("row_offsets", c_void_p),
-        ("cache_offsets", c_void_p),
-        ("length", c_void_p),
-        ("output", c_void_p),
-        ("output_stride", c_longlong),
-        ("batch_size", c_int),
-        ("rows", c_int),
-    ]
 
 
 def _rows_per_warp(problem: Problem) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_SIZES, C_TYPES, packer, row_fields
+from mla.backends.params import C_SIZES, C_TYPES, MergeParams, packer, row_fields
 from mla.problem import SUPPORTED_DIMS, Again, MergeArgs, Problem
 
 if TYPE_CHECKING:
@@ -19,27 +18,6 @@ THREADS = 256
 #: (token, head) rows of a thread: with two inputs, four 16-byte loads in flight.
 ROWS = 2
 _CHUNK = 8
-
-
-class Rows(Structure):
-    """[T, H, dv] or [T, H], strides in bytes."""
-
-    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
-
-
-class MergeParams(Structure):
-    """Parameter block of ``sm80/merge.cu``."""
-
-    _fields_ = [
-        ("output", Rows),
-        ("prefix", Rows),
-        ("suffix", Rows),
-        ("prefix_lse", Rows),
-        ("suffix_lse", Rows),
-        ("output_lse", Rows),
-        ("tokens", c_int),
-        ("heads", c_int),
-    ]
 
 
 class Merge:

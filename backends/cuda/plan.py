@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import packer
+from mla.backends.params import packer
 from mla.problem import Again, PlanArgs, Problem
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from mla import mask_code
 from mla.backends.cuda import prefill_fp8_sm90_block as blocks
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PAGE_SIZES
 from mla.backends.cuda.prefill_fp8_sm90_block import PrefillParams
 from mla.backends.cuda.prefill_sm90 import schedule_spec, workspace_of
 from mla.backends.cuda.prefill_sm90_launch import launcher
 from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES
+from mla.backends.params import C_TYPES, PAGE_SIZES
 from mla.mask_expr import postorder
 from mla.masks import CausalMask
 from mla.problem import Again, PrefillArgs, Problem

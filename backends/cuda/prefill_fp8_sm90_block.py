@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla import mask_code
-from mla.backends.cuda import params
-from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
+from mla.backends import params
 from mla.backends.cuda.prefill_sm90_block import RESULT_FIELDS, fill_result
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
+from mla.backends.params import PagedRows, PageTable, SequenceArgs
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mla import mask_code
-from mla.backends.cuda import params, runtime
+from mla.backends import params
+from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
+from mla.backends.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again, PrefillArgs, Problem
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from mla import mask_code
 from mla.backends.cuda import prefill_sm90_block as blocks
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_TYPES, usual_prefills
 from mla.backends.cuda.prefill_sm90_block import PrefillParams, ScheduleParams
 from mla.backends.cuda.prefill_sm90_launch import launcher
 from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES, Workspace
+from mla.backends.params import C_TYPES, usual_prefills
 from mla.mask_expr import postorder
 from mla.problem import Again, PrefillArgs, Problem
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla import mask_code
-from mla.backends.cuda import params
-from mla.backends.cuda.params import PagedRows, PageTable, SequenceArgs
+from mla.backends import params
 from mla.backends.cuda.runtime import TensorMap, with_tail
 from mla.backends.cuda.tensor_map import tensor_map
+from mla.backends.params import PagedRows, PageTable, SequenceArgs
 from mla.problem import QK_ROPE_HEAD_DIM
 
 if TYPE_CHECKING:

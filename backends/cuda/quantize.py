@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import C_SIZES, C_TYPES, packer, row_fields
+from mla.backends.params import C_SIZES, C_TYPES, QuantizeParams, packer, row_fields
 from mla.problem import Again, Problem, QuantizeArgs
 
 if TYPE_CHECKING:
@@ -18,25 +17,6 @@ if TYPE_CHECKING:
 THREADS = 256
 #: Threads that share a scale, by granularity.
 LANES = {0: THREADS, 64: 8, 128: 16, 576: 32}
-
-
-class HeadRows(Structure):
-    """[T, H, ...], strides in bytes; those of scales that are shared are 0."""
-
-    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
-
-
-class QuantizeParams(Structure):
-    """Parameter block of ``sm80/quantize.cu``."""
-
-    _fields_ = [
-        ("x", HeadRows),
-        ("output", HeadRows),
-        ("scale", HeadRows),
-        ("tokens", c_int),
-        ("heads", c_int),
-        ("width", c_int),
-    ]
 
 
 class Quantize:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.cuda.params import (
+from mla.backends.params import (
     C_SIZES,
     C_TYPES,
     PAGE_SIZES,
-    PagedRows,
-    PageTable,
+    StoreParams,
     packer,
     row_fields,
     table_fields,
@@ -27,26 +25,6 @@ if TYPE_CHECKING:
 THREADS = 128
 #: Rows of a warp: with three chunks of a row, twelve 16-byte loads a lane in flight.
 ROWS = 4
-
-
-class StoreParams(Structure):
-    """Parameter block of ``sm80/store.cu``."""
-
-    _fields_ = [
-        ("latent", PagedRows),
-        ("rope", PagedRows),
-        ("scales", PagedRows),
-        ("table", PageTable),
-        ("row_offsets", c_void_p),
-        ("lengths", c_void_p),
-        ("latent_source", c_void_p),
-        ("rope_source", c_void_p),
-        ("latent_stride", c_longlong),
-        ("rope_stride", c_longlong),
-        ("lengths_include_new", c_int),
-        ("batch_size", c_int),
-        ("rows", c_int),
-    ]
 
 
 def _cache_dtypes(problem: Problem) -> tuple[str, str]:

@@ -57,6 +57,11 @@ class KernelSpec:
 
 
 @functools.lru_cache(maxsize=512)
+def fp8_name(arch: str) -> str:
+    """Name the 8-bit format of an architecture's matrix unit and of caches made for it."""
+    return "fp8_fnuz" if arch.startswith("gfx94") else "fp8"
+
+
 def unit(spec: KernelSpec, arch: str) -> Unit:
     """Assemble the translation unit of a kernel for one architecture.
 

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
+from mla.backends.params import C_TYPES, PAGE_SIZES, GatherParams, PagedRows, page_table, paged_rows
 from mla.backends.rocm import runtime
-from mla.backends.rocm.compiler import KernelSpec
-from mla.backends.rocm.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, fp8_name, page_table, paged_rows
+from mla.backends.rocm.compiler import KernelSpec, fp8_name
 from mla.problem import GatherArgs, Problem
 
 if TYPE_CHECKING:
     import torch
 
 THREADS = 256
-
-
-class GatherParams(Structure):
-    """Parameter block of ``cdna/gather.hip``."""
-
-    _fields_ = [
-        ("latent", PagedRows),
-        ("scales", PagedRows),
-        ("table", PageTable),
-        ("row_offsets", c_void_p),
-        ("cache_offsets", c_void_p),
-        ("length", c_void_p),
-        ("output", c_void_p),
-        ("output_stride", c_longlong),
-        ("batch_size", c_int),
-        ("rows", c_int),
-    ]
 
 
 def _rows_per_wave(problem: Problem) -> int:

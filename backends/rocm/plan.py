@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from ctypes import Structure, c_int, c_void_p
 from typing import TYPE_CHECKING
 
+from mla.backends.params import pointer
 from mla.backends.rocm import runtime
 from mla.backends.rocm.compiler import KernelSpec
-from mla.backends.rocm.params import pointer
 from mla.problem import PlanArgs, Problem
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mla import mask_code
-from mla.backends.rocm import params, runtime
-from mla.backends.rocm.compiler import KernelSpec
-from mla.backends.rocm.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, SequenceArgs, fp8_name
+from mla.backends import params
+from mla.backends.params import C_TYPES, PAGE_SIZES, HeadRows, PagedRows, PageTable, SequenceArgs
+from mla.backends.rocm import runtime
+from mla.backends.rocm.compiler import KernelSpec, fp8_name
 from mla.errors import ArgumentError
 from mla.masks import CausalMask, NullMask
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
@@ -73,12 +74,6 @@ def tile_of(problem: Problem, arch: str) -> Tile:
     small = Tile(waves, waves_per_simd, 32, *row)
     large = replace(small, block_n=64)
     return large if element == 1 and large.lds_bytes <= LDS_BYTES[arch] else small
-
-
-class HeadRows(Structure):
-    """[rows, H, width], strides in bytes."""
-
-    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
 
 
 class RowScales(Structure):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
+from mla.backends.params import C_TYPES, HeadRows, QuantizeParams
 from mla.backends.rocm import runtime
-from mla.backends.rocm.compiler import KernelSpec
-from mla.backends.rocm.params import C_TYPES, fp8_name
+from mla.backends.rocm.compiler import KernelSpec, fp8_name
 from mla.problem import Problem, QuantizeArgs
 
 if TYPE_CHECKING:
@@ -17,25 +16,6 @@ if TYPE_CHECKING:
 THREADS = 256
 #: Threads that share a scale, by granularity.
 LANES = {0: THREADS, 64: 8, 128: 16, 576: 64}
-
-
-class HeadRows(Structure):
-    """[T, H, ...], strides in bytes; those of scales that are shared are 0."""
-
-    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
-
-
-class QuantizeParams(Structure):
-    """Parameter block of ``cdna/quantize.hip``."""
-
-    _fields_ = [
-        ("x", HeadRows),
-        ("output", HeadRows),
-        ("scale", HeadRows),
-        ("tokens", c_int),
-        ("heads", c_int),
-        ("width", c_int),
-    ]
 
 
 def _rows(tensor: torch.Tensor) -> HeadRows:

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import Structure, c_int, c_longlong, c_void_p
 from typing import TYPE_CHECKING
 
+from mla.backends.params import C_TYPES, PAGE_SIZES, PagedRows, StoreParams, page_table, paged_rows
 from mla.backends.rocm import runtime
-from mla.backends.rocm.compiler import KernelSpec
-from mla.backends.rocm.params import C_TYPES, PAGE_SIZES, PagedRows, PageTable, fp8_name, page_table, paged_rows
+from mla.backends.rocm.compiler import KernelSpec, fp8_name
 from mla.problem import Problem, StoreArgs
 
 if TYPE_CHECKING:
     import torch
 
 THREADS = 256
-
-
-class StoreParams(Structure):
-    """Parameter block of ``cdna/store.hip``."""
-
-    _fields_ = [
-        ("latent", PagedRows),
-        ("rope", PagedRows),
-        ("scales", PagedRows),
-        ("table", PageTable),
-        ("row_offsets", c_void_p),
-        ("lengths", c_void_p),
-        ("latent_source", c_void_p),
-        ("rope_source", c_void_p),
-        ("latent_stride", c_longlong),
-        ("rope_stride", c_longlong),
-        ("lengths_include_new", c_int),
-        ("batch_size", c_int),
-        ("rows", c_int),
-    ]
 
 
 class Store:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mla import jit_cache
+from mla.ahead import compile_ahead
 from mla.dispatch import explain
 from mla.errors import ArgumentError, TargetError, UnsupportedError
 from mla.problem import OPS
@@ -48,7 +48,6 @@ def compile_(
         explanation = explain(name, target=where)
         if explanation.chosen is None:
             raise UnsupportedError(f"--target: nothing is written for {where}", explanation)
-    ahead = importlib.import_module(f"mla.backends.{where.name}.ahead")
     console = Console(stderr=True)
     start = time.perf_counter()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -58,7 +57,7 @@ def compile_(
             progress.update(task, completed=done, total=total, description=kernel_id)
 
         try:
-            paths = ahead.compile_ahead(where.arch, op or OPS, output, show)
+            paths = compile_ahead(where.name, where.arch, op or OPS, output, show)
         except (ImportError, RuntimeError) as error:
             why = str(error).splitlines()[-1]
             raise TargetError(f"cannot compile for {where}: {why}; {install_hint(where.name)}") from error

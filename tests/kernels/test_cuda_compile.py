@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from mla import jit_cache
+from mla.ahead import compile_ahead
 from mla.backends.cuda import compiler
-from mla.backends.cuda.ahead import compile_ahead
 from mla.backends.cuda.compiler import KernelSpec
 from mla.backends.cuda.gather import Gather
 from mla.backends.cuda.merge import Merge
@@ -133,7 +133,8 @@ def test_variants_are_named_once() -> None:
 
 def test_what_is_compiled_ahead_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, str]] = []
-    paths = compile_ahead("sm_90a", ("plan", "merge"), tmp_path / "ahead of time", lambda *state: seen.append(state))
+    folder = tmp_path / "ahead of time"
+    paths = compile_ahead("cuda", "sm_90a", ("plan", "merge"), folder, lambda *state: seen.append(state))
     assert [done for done, _, _ in seen] == list(range(1, len(paths) + 1))
     assert {kernel_id for _, _, kernel_id in seen} == {path.stem for path in paths}
     assert "cuda.sm_90a.plan.scan" in {path.stem for path in paths}
@@ -144,10 +145,10 @@ def test_what_is_compiled_ahead_is_loaded(tmp_path: Path, monkeypatch: pytest.Mo
 
     jit_cache.forget()
     monkeypatch.setenv("MLA_CACHE_DIR", str(tmp_path / "empty"))
-    monkeypatch.setenv("MLA_AOT_DIR", str(tmp_path / "ahead of time"))
+    monkeypatch.setenv("MLA_AOT_DIR", str(folder))
     monkeypatch.setenv("MLA_JIT", "0")
     (spec,) = Plan.specs(Problem("plan", "int32", "int32"), "sm_90a")
-    assert compiler.build(spec, "sm_90a").path == tmp_path / "ahead of time" / "cuda.sm_90a.plan.scan.cubin"
+    assert compiler.build(spec, "sm_90a").path == folder / "cuda.sm_90a.plan.scan.cubin"
     with pytest.raises(CompileError, match=r"MLA_JIT=0"):
         compiler.build(spec, "sm_80")
 
@@ -155,7 +156,7 @@ def test_what_is_compiled_ahead_is_loaded(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_fresh_process_compiles_in_threads(tmp_path: Path) -> None:
     """Whichever thread comes first imports the vendor library for all."""
     script = (
-        "from mla.backends.cuda.ahead import compile_ahead; print(len(compile_ahead('sm_90a', ('merge', 'store'))))"
+        "from mla.ahead import compile_ahead; print(len(compile_ahead('cuda', 'sm_90a', ('merge', 'store'))))"
     )
     environment = {**os.environ, "MLA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla.backends.cuda.merge import MergeParams
-from mla.backends.cuda.params import packer
 from mla.backends.cuda.plan import PlanParams, reciprocal
 from mla.backends.cuda.runtime import TensorMap, with_tail
+from mla.backends.params import MergeParams, packer
 
 
 class Inner(ctypes.Structure):

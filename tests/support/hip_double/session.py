@@ -114,7 +114,8 @@ def hip_torch() -> Any:
 def main(library: Path) -> None:
     with hip_torch():
         from mla import dispatch, jit_cache
-        from mla.backends.rocm import ahead, compiler, ops, runtime
+        from mla.ahead import compile_ahead
+        from mla.backends.rocm import compiler, ops, runtime
         from mla.errors import CompileError, MlaError
         from tests.kernels import test_matrix as matrix
         from tests.kernels.test_rocm_execution import implementation
@@ -160,7 +161,7 @@ def main(library: Path) -> None:
         assert len(double.compiled) == 5
         assert binary.report["vgpr_spills"] == 0 and binary.report["vgprs"] > 0
 
-        paths = ahead.compile_ahead(ARCH, ("plan",), Path(os.environ["MLA_CACHE_DIR"]) / "ahead")
+        paths = compile_ahead("rocm", ARCH, ("plan",), Path(os.environ["MLA_CACHE_DIR"]) / "ahead")
         assert [path.suffix for path in paths] == [".hsaco"]
 
         try:

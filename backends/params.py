@@ -1,4 +1,7 @@
-"""What kernels share: parts of parameter blocks, as ``kernels/cuda/include`` declares them; problems compiled ahead."""
+"""What the kernels of several backends share: parts of parameter blocks, and which problems are compiled ahead.
+
+The structures are those of ``paged`` and ``sequence`` in ``kernels/cuda/include`` and ``kernels/rocm/include``.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ if TYPE_CHECKING:
     from mla.kv_cache import PagedKVCache
     from mla.problem import PrefillArgs
 
-#: Names of element types in ``types.cuh`` by the short names of problems.
-C_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "float", "fp8": "e4m3"}
-C_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+#: Names of element types in ``types.cuh`` and ``types.hpp`` by the short names of problems, and their bytes.
+C_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "float", "fp8": "e4m3", "fp8_fnuz": "e4m3fnuz"}
+C_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "fp8_fnuz": 1}
 #: Page sizes that kernels are compiled ahead for.
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 
 
-def usual_prefills() -> Iterator[Problem]:
-    """Yield the prefill problems compiled ahead: DeepSeek-V3 steps in bf16, whole and in parts to be merged."""
+def usual_prefills(dims: tuple[int, int] = (192, 128)) -> Iterator[Problem]:
+    """Yield the prefill problems compiled ahead: steps in bf16, whole and in parts to be merged."""
     for page_size in PAGE_SIZES:
         for mask in (CausalMask(), NullMask()):
             for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
@@ -32,7 +35,8 @@ def usual_prefills() -> Iterator[Problem]:
                     "prefill",
                     "bf16",
                     out_dtype,
-                    page_size=page_size,
+                    dims,
+                    page_size,
                     rope="paged",
                     mask=mask.program,
                     features=frozenset({"batch_invariant", *features}),
@@ -40,19 +44,19 @@ def usual_prefills() -> Iterator[Problem]:
 
 
 class PageTable(Structure):
-    """``paged.cuh``: page ids of the batch."""
+    """Page ids of the batch."""
 
     _fields_ = [("pages", c_void_p), ("indptr", c_void_p), ("row_stride", c_longlong)]
 
 
 class PagedRows(Structure):
-    """``paged.cuh``: one part of the cache's rows, strides in bytes."""
+    """One part of the cache's rows, strides in bytes."""
 
     _fields_ = [("data", c_void_p), ("page_stride", c_longlong), ("token_stride", c_longlong)]
 
 
 class SequenceArgs(Structure):
-    """``sequence.cuh``: what the geometry of a sequence is computed from."""
+    """What the geometry of a sequence is computed from."""
 
     _fields_ = [
         ("cu_seqlens_q", c_void_p),
@@ -63,6 +67,83 @@ class SequenceArgs(Structure):
         ("kv_lengths", c_void_p),
         ("lengths_include_new", c_int),
         ("rope_rows", c_int),
+    ]
+
+
+class GatherParams(Structure):
+    """Parameter block of the gather."""
+
+    _fields_ = [
+        ("latent", PagedRows),
+        ("scales", PagedRows),
+        ("table", PageTable),
+        ("row_offsets", c_void_p),
+        ("cache_offsets", c_void_p),
+        ("length", c_void_p),
+        ("output", c_void_p),
+        ("output_stride", c_longlong),
+        ("batch_size", c_int),
+        ("rows", c_int),
+    ]
+
+
+class StoreParams(Structure):
+    """Parameter block of the store."""
+
+    _fields_ = [
+        ("latent", PagedRows),
+        ("rope", PagedRows),
+        ("scales", PagedRows),
+        ("table", PageTable),
+        ("row_offsets", c_void_p),
+        ("lengths", c_void_p),
+        ("latent_source", c_void_p),
+        ("rope_source", c_void_p),
+        ("latent_stride", c_longlong),
+        ("rope_stride", c_longlong),
+        ("lengths_include_new", c_int),
+        ("batch_size", c_int),
+        ("rows", c_int),
+    ]
+
+
+class Rows(Structure):
+    """[T, H, dv] or [T, H], strides in bytes."""
+
+    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
+
+
+class MergeParams(Structure):
+    """Parameter block of the merge."""
+
+    _fields_ = [
+        ("output", Rows),
+        ("prefix", Rows),
+        ("suffix", Rows),
+        ("prefix_lse", Rows),
+        ("suffix_lse", Rows),
+        ("output_lse", Rows),
+        ("tokens", c_int),
+        ("heads", c_int),
+    ]
+
+
+class HeadRows(Structure):
+    """[T, H, ...], strides in bytes; those of scales that are shared are 0."""
+
+    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
+
+
+class QuantizeParams(Structure):
+    """Parameter block of the quantize."""
+
+    _fields_ = [
+        ("x", HeadRows),
+        ("output", HeadRows),
+        ("scale", HeadRows),
+        ("tokens", c_int),
+        ("heads", c_int),
+        ("width", c_int),
     ]
 
 
