@@ -145,18 +145,13 @@ LATE = [
     dataclasses.replace(CASES[2], lengths=((0, 164), (300, 70), (40, 0))),
     dataclasses.replace(ANYWHERE, heads=1, lengths=((0, 160), (0, 33), (0, 15))),
 ]
-WARPS = 16
-
-
-def check_with_one_late(executor: Executor, problem: PrefillProblem) -> None:
-    """Each warp in turn, and the copy engine, moves only when nothing else can: it is as far behind as it can be."""
-    for executor.slow in range(WARPS + 1):
-        check(problem)
 
 
 @pytest.mark.parametrize("case", LATE, ids=str)
 def test_any_role_may_be_late(case: Case, on_host: Run, seed: int) -> None:
-    check_with_one_late(on_host(), build(case, "cpu", seed))
+    executor, problem = on_host(), build(case, "cpu", seed)
+    for _ in executor.each_late(threads=512):
+        check(problem)
 
 
 FAULTS = {
@@ -203,6 +198,7 @@ def test_a_fault_is_caught(old: str, new: str, on_host: Run, seed: int) -> None:
 @pytest.mark.parametrize("fault", ["end_told_too_early", pytest.param("copied_too_early", marks=FULL)])
 def test_a_fault_is_caught_where_someone_is_late(fault: str, on_host: Run, seed: int) -> None:
     case, old, new = FAULTS_LATE[fault]
-    executor = on_host(lambda text: text.replace(old, new))
+    executor, problem = on_host(lambda text: text.replace(old, new)), build(case, "cpu", seed)
     with pytest.raises((AssertionError, HostFault)):
-        check_with_one_late(executor, build(case, "cpu", seed))
+        for _ in executor.each_late(threads=512):
+            check(problem)

@@ -62,6 +62,12 @@ def test_prefill(case: Case, on_host: Run, seed: int) -> None:
     assert len(executor.launched) == 1
 
 
+def test_any_role_may_be_late(on_host: Run, seed: int) -> None:
+    executor, problem = on_host(), build(CASES[1], "cpu", seed)
+    for _ in executor.each_late(threads=512):
+        check(problem)
+
+
 def test_items_without_keys_among_others(on_host: Run, seed: int) -> None:
     """They have Q and no tiles: nothing waits for a V that is not on its way."""
     on_host()

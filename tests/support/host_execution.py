@@ -12,7 +12,7 @@ import hashlib
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +95,13 @@ class HostExecutor:
         """Call a prepared entry with its tensors as the only memory there is."""
         self._tensors = list(tensors_of(args))
         prepared(args)
+
+    def each_late(self, threads: int) -> Iterator[int]:
+        """Let each warp of a block in turn, and then the copy engine, be as far behind the others as it can be."""
+        for late in range(threads // self.warp + 1):
+            self.slow = late
+            yield late
+        self.slow = -1
 
     def _build(self, spec: Any) -> Path:
         text = self.text(spec)
