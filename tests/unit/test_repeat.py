@@ -183,7 +183,7 @@ def test_every_operation_repeats(launched: Implementation) -> None:
         "plan, operator": lambda: ops.plan(*tables, None, offsets, *layer, 64, "cpu"),
         "gather, operator": lambda: ops.gather(latent, offsets, tables[1][0], 5, None, *layer, "cpu"),
         "store, operator": lambda: ops.store(*layer, offsets, latent, rope, "cpu"),
-        "merge, operator": lambda: ops.merge(x, None, x, scale[..., 0], x, scale[..., 0], target="cpu"),
+        "merge, operator": lambda: ops.merge(given["output"], None, x, scale[..., 0], x, scale[..., 0], target="cpu"),
         "prefill, operator": lambda: ops.prefill(
             given["output"], given["q"], None, given["k"], given["v"], *given["k_rope"].operands, *mask, offsets,
             offsets, 0.1, target="cpu",
