@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from mla.kv_cache import PagedKVCache
+    from mla.masks import Mask
     from mla.problem import PrefillArgs
 
 #: Names of element types in ``types.cuh`` and ``types.hpp`` by the short names of problems, and their bytes.
@@ -26,21 +27,38 @@ C_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "fp8_fnuz": 1}
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 
 
-def usual_prefills(dims: tuple[int, int] = (192, 128)) -> Iterator[Problem]:
-    """Yield the prefill problems compiled ahead: steps in bf16, whole and in parts to be merged."""
+#: Output and features of a prefill that is whole, whole with its LSE, and a part to be merged.
+_RESULTS: tuple[tuple[str, tuple[str, ...]], ...] = (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",)))
+
+
+def _paged(
+    dtypes: str, mask: Mask, *features: str, dims: tuple[int, int] = (192, 128), granularity: int = 0
+) -> Iterator[Problem]:
     for page_size in PAGE_SIZES:
-        for mask in (CausalMask(), NullMask()):
-            for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
-                yield Problem(
-                    "prefill",
-                    "bf16",
-                    out_dtype,
-                    dims,
-                    page_size,
-                    rope="paged",
-                    mask=mask.program,
-                    features=frozenset({"batch_invariant", *features}),
-                )
+        for out_dtype, lse in _RESULTS:
+            yield Problem(
+                "prefill", dtypes, out_dtype, dims, page_size, rope="paged", mask=mask.program, granularity=granularity,
+                features=frozenset({"batch_invariant", *features, *lse}),
+            )  # fmt: skip
+
+
+def usual_prefills(dims: tuple[int, int] = (192, 128)) -> Iterator[Problem]:
+    """Yield the prefill problems of a model in bf16 that are compiled ahead."""
+    for mask in (CausalMask(), NullMask()):
+        yield from _paged("bf16", mask, dims=dims)
+
+
+def usual_prefills_beside_fp8() -> Iterator[Problem]:
+    """Yield those of a model in bf16 whose cache, rope included, is fp8."""
+    yield from _paged("bf16+fp8_rope", CausalMask(), "scales", granularity=128)
+
+
+def usual_fp8_prefills() -> Iterator[Problem]:
+    """Yield those of chunks that are attended to in fp8, V^T made from a weight or rows of V by a callable."""
+    scales = "q_scale", "k_scales", "v_scale"
+    for layout in (("v_transposed",), ()):
+        yield from _paged("fp8+bf16_rope", CausalMask(), *scales, *layout, "split_q", "rope_prescaled")
+        yield from _paged("fp8", CausalMask(), *scales, *layout, "scales", granularity=128)
 
 
 class PageTable(Structure):

@@ -14,9 +14,8 @@ from mla.backends.cuda.prefill_fp8_sm90_block import PrefillParams
 from mla.backends.cuda.prefill_sm90 import schedule_spec, workspace_of
 from mla.backends.cuda.prefill_sm90_launch import launcher
 from mla.backends.cuda.prefill_sm90_workspace import ENTRY_BYTES, TABLE_SEQUENCES
-from mla.backends.params import C_TYPES, PAGE_SIZES
+from mla.backends.params import C_TYPES, usual_fp8_prefills
 from mla.mask_expr import postorder
-from mla.masks import CausalMask
 from mla.problem import Again, PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -172,20 +171,9 @@ class PrefillFp8Sm90:
 
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
-        """Yield what is compiled ahead: DeepSeek-V3 steps, whole and in parts to be merged, V^T given or not."""
-        if arch != "sm_90a":
-            return
-        for page_size in PAGE_SIZES:
-            for out_dtype in ("bf16", "fp32"):
-                for layout in ((), ("v_transposed",)):
-                    yield Problem(
-                        "prefill", "fp8+bf16_rope", out_dtype, page_size=page_size, rope="paged",
-                        mask=CausalMask().program,
-                        features=frozenset({
-                            "batch_invariant", "lse", "split_q", "q_scale", "k_scales", "v_scale", "rope_prescaled",
-                            *layout,
-                        }),
-                    )  # fmt: skip
+        """Yield what is compiled ahead: chunks of DeepSeek-V3 steps."""
+        if arch == "sm_90a":
+            yield from usual_fp8_prefills()
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:

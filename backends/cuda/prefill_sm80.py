@@ -14,7 +14,15 @@ from mla import mask_code
 from mla.backends import params
 from mla.backends.cuda import runtime
 from mla.backends.cuda.compiler import KernelSpec
-from mla.backends.params import C_TYPES, PagedRows, PageTable, SequenceArgs, usual_prefills
+from mla.backends.params import (
+    C_TYPES,
+    PagedRows,
+    PageTable,
+    SequenceArgs,
+    usual_fp8_prefills,
+    usual_prefills,
+    usual_prefills_beside_fp8,
+)
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again, PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -266,9 +274,11 @@ class PrefillSm80:
 
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
-        """Yield what is compiled ahead: DeepSeek-V3 steps in bf16 at the usual page sizes; Hopper has its own."""
+        """Yield what is compiled ahead: DeepSeek-V3 steps, on Hopper those that its own kernels do not serve."""
+        yield from usual_prefills_beside_fp8()
         if arch != "sm_90a":
             yield from usual_prefills()
+            yield from usual_fp8_prefills()
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING
 
 from mla import mask_code
 from mla.backends import params
-from mla.backends.params import C_TYPES, PAGE_SIZES, HeadRows, PagedRows, PageTable, SequenceArgs
+from mla.backends.params import (
+    C_TYPES,
+    HeadRows,
+    PagedRows,
+    PageTable,
+    SequenceArgs,
+    usual_fp8_prefills,
+    usual_prefills,
+    usual_prefills_beside_fp8,
+)
 from mla.backends.rocm import runtime
 from mla.backends.rocm.compiler import KernelSpec, fp8_name
 from mla.errors import ArgumentError
-from mla.masks import CausalMask, NullMask
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
 
 if TYPE_CHECKING:
@@ -250,26 +258,12 @@ class Prefill:
 
     @staticmethod
     def problems(arch: str) -> Iterator[Problem]:
-        """Yield what is compiled ahead: DeepSeek-V3 steps in bf16, whole and in chunks, and chunks attended in fp8."""
+        """Yield what is compiled ahead: DeepSeek-V3 and GLM-5 steps in bf16, over fp8 caches, and attended in fp8."""
         for dims in SUPPORTED_DIMS:
-            for page_size in PAGE_SIZES:
-                for mask in (CausalMask(), NullMask()):
-                    for out_dtype, features in (("bf16", ()), ("bf16", ("lse",)), ("fp32", ("lse",))):
-                        yield Problem(
-                            "prefill", "bf16", out_dtype, dims, page_size, rope="paged", mask=mask.program,
-                            features=frozenset(features),
-                        )  # fmt: skip
-        if arch == "gfx90a":
-            return
-        scaled = frozenset({"lse", "q_scale", "k_scales", "v_scale", "v_transposed"})
-        for page_size in PAGE_SIZES:
-            for out_dtype in ("bf16", "fp32"):
-                narrow = Problem(
-                    "prefill", "fp8", out_dtype, page_size=page_size, rope="paged", mask=CausalMask().program,
-                    features=scaled, granularity=128,
-                )  # fmt: skip
-                yield narrow
-                yield replace(narrow, dtypes="fp8+bf16_rope", features=scaled | {"split_q"}, granularity=0)
+            yield from usual_prefills(dims)
+        yield from usual_prefills_beside_fp8()
+        if arch != "gfx90a":
+            yield from usual_fp8_prefills()
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
