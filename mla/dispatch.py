@@ -145,7 +145,8 @@ def explain(
     device : torch.device or str, optional
         Device whose architecture counts when the target names none. Default: the current GPU, where there is one.
     **fields
-        Fields of `Problem` to change, for example ``dtypes="fp8"``, ``page_size=1``, ``mask=NullMask()``.
+        Fields of `Problem` to change, for example ``dtypes="fp8"``, ``page_size=1``, ``mask=NullMask()``. The default
+        has the scales that every call of such dtypes has.
 
     Raises
     ------
@@ -157,6 +158,7 @@ def explain(
     parsed = _parse(target)
     if op not in OPS:
         raise ArgumentError(f"op: {op!r} is not one of {', '.join(OPS)}")
+    usual = problem is None
     problem = _usual_problem(op) if problem is None else problem
     if problem.op != op:
         raise ArgumentError(f"problem: it is a {problem.op} problem, but op is {op!r}")
@@ -168,6 +170,8 @@ def explain(
     if "mask" in fields:
         fields["mask"] = getattr(fields["mask"], "program", fields["mask"])
     problem = dataclasses.replace(problem, **fields)
+    if usual:
+        problem = _with_scales(problem)
     if device is not None:
         return _explain(problem, parsed, torch.device(device))
     return _explain(problem, parsed, device_here(parsed) if parsed.arch is None else None)
@@ -225,6 +229,21 @@ def _usual_problem(op: str) -> Problem:
     return Problem(
         "prefill", "bf16", "bf16", page_size=64, rope="paged", mask=CausalMask().program, features=frozenset({"lse"})
     )
+
+
+def _with_scales(problem: Problem) -> Problem:
+    """Add what no call of the problem's dtypes is without: the scales of fp8 operands, and of a cache in fp8."""
+    operands, _, rope = problem.dtypes.partition("+")
+    needed: set[str] = set()
+    if problem.op == "prefill":
+        if operands == "fp8":
+            needed |= {"q_scale", "k_scales"} | ({"split_q"} if rope else {"v_scale"})
+        if "fp8" in (rope.removesuffix("_rope"), problem.dtypes):
+            needed.add("scales")
+    elif "fp8" in {"gather": problem.dtypes, "store": problem.out_dtype}.get(problem.op, ""):
+        needed.add("scales")
+    granularity = problem.granularity or 128 if "scales" in needed else problem.granularity
+    return dataclasses.replace(problem, features=problem.features | needed, granularity=granularity)
 
 
 def _explain(problem: Problem, target: Target, device: torch.device | None) -> Explanation:

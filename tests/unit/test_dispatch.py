@@ -324,6 +324,25 @@ def test_the_usual_problem_may_be_changed(scene: SimpleNamespace) -> None:
     assert "CausalMask" in str(dispatch.explain("prefill", with_program, target="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("op", "fields", "scales"),
+    [
+        ("prefill", {"dtypes": "fp8"}, {"q_scale", "k_scales", "v_scale", "scales"}),
+        ("prefill", {"dtypes": "fp8+bf16_rope"}, {"q_scale", "k_scales", "split_q"}),
+        ("prefill", {"dtypes": "fp16+fp8_rope", "features": ["sinks"]}, {"scales", "sinks"}),
+        ("prefill", {"dtypes": "bf16"}, set()),
+        ("gather", {"dtypes": "fp8"}, {"scales"}),
+        ("store", {"out_dtype": "fp8+bf16_rope"}, {"scales"}),
+    ],
+)
+def test_explain_describes_a_call_with_the_scales_of_its_dtypes(
+    op: str, fields: dict[str, Any], scales: set[str]
+) -> None:
+    told = str(dispatch.explain(op, target="cpu", **fields)).splitlines()[1]
+    assert set(told.split(", ")) & {"q_scale", "k_scales", "v_scale", "scales", "split_q", "sinks"} == scales
+    assert ("granularity 128" in told) == ("scales" in scales)
+
+
 def test_wrong_questions_are_refused(scene: SimpleNamespace) -> None:
     with pytest.raises(ArgumentError, match="'decode' is not one of plan, gather"):
         dispatch.explain("decode", target="cpu")
