@@ -242,8 +242,8 @@ MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int wa
       cp_async_commit_group();
       cp_async_wait_group<0>();
       fence_proxy_async_shared();
-      __syncwarp();
     }
+    __syncwarp();  // all have copied, and read the job
     if (lane == 0) mbarrier_arrive(shared.k_full(stage));
   }
 }
