@@ -96,10 +96,11 @@ def test_kernels_keep_their_registers_and_the_tensor_cores_asynchronous(name: st
     def count(instruction: str) -> int:
         return sum(f" {instruction}" in line for line in lines)
 
-    tile, bodies = tile_of(problem), 2  # plain and masked, and one for half a tile
-    products = bodies * (problem.dims[0] // 16 + tile.block_n // 16) + problem.dims[0] // 16 + tile.block_n // 32
-    assert count("HGMMA") == products
-    assert count("WARPGROUP.DEPBAR") == 2 * (bodies + 1)
+    # The masked body, whole and for half a tile; the plain one, which may have to take its scores again.
+    tile, scores = tile_of(problem), problem.dims[0] // 16
+    plain = 0 if problem.mask.biases else 2 if problem.v_head_dim <= 128 else 1
+    assert count("HGMMA") == (2 + plain) * scores + (1 + bool(plain)) * (tile.block_n // 16) + tile.block_n // 32
+    assert count("WARPGROUP.DEPBAR") == 4 + plain + bool(plain)
     assert max(count("LDL"), count("STL")) <= spills
 
 

@@ -77,6 +77,29 @@ def test_items_without_keys_among_others(on_host: Run, seed: int) -> None:
     check(problem)
 
 
+def test_references_follow_scores_that_grow(on_host: Run, seed: int) -> None:
+    """Keys grow tile by tile, past what the references of the first one bear."""
+    case = Case(lengths=((330, 70),), heads=1, mask="none", dtypes="fp16")
+
+    def growing() -> PrefillProblem:
+        problem = build(case, "cpu", seed)
+        k = problem.operands["k"]
+        k[:330] *= torch.tensor([60.0, 8.0, 1.0]).repeat_interleave(128)[:330, None, None]
+        return problem
+
+    on_host()
+    check(growing())
+
+    def blind(text: str) -> str:
+        changed = text.replace("bool large = !", "bool large = false && !")
+        assert changed != text
+        return changed
+
+    on_host(blind)
+    with pytest.raises(AssertionError):
+        check(growing())
+
+
 @pytest.mark.parametrize("batch", [3, 35])
 def test_keys_in_parts(batch: int, on_host: Run, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """One multiprocessor gains nothing by parts unless they are made cheaper than nothing."""

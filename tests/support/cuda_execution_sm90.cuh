@@ -130,6 +130,16 @@ inline bool elect_sync() {
   return host::current % 32 == 0;
 }
 inline void bar_sync(int barrier, int threads) { host::meet(sm90::named[barrier], threads, {"bar.sync", "", barrier}); }
+inline bool bar_red_or(int barrier, int threads, bool x) {
+  static bool any[16];
+  any[barrier] |= x;
+  bar_sync(barrier, threads);
+  const bool result = any[barrier];
+  bar_sync(barrier, threads);  // all have looked
+  any[barrier] = false;
+  bar_sync(barrier, threads);
+  return result;
+}
 inline int tid_x() { return host::current; }
 inline int nctaid_x() { return host::grid.x; }
 
@@ -241,8 +251,7 @@ template <typename T, int N> void product_ss(float (&d)[N / 2], uint64_t a, uint
   float* to = d;
   later<N>(b, [=] {
     add_product<T, N>(
-        to, accumulate,
-        [=](int r, int k) { return number<T>(k_major(a, first_row() + 8 * r, k * sizeof(T))); },
+        to, accumulate, [=](int r, int k) { return number<T>(k_major(a, first_row() + 8 * r, k * sizeof(T))); },
         [=](int column, int k) { return number<T>(k_major(b, column, k * sizeof(T))); });
   });
 }
@@ -253,9 +262,7 @@ template <int N> void wgmma_e4m3_ss(float (&d)[N / 2], uint64_t a, uint64_t b, b
   product_ss<e4m3, N>(d, a, b, accumulate);
 }
 
-struct Fragment {
-  uint32_t words[4];
-};
+struct Fragment { uint32_t words[4]; };
 // A fragments of the four lanes that share a thread's rows: word 2 u + r has this row's part of columns 16 bytes apart.
 struct Fragments {
   Fragment of[4];
@@ -270,9 +277,7 @@ template <int N> void wgmma_e4m3_rs(float (&d)[N / 2], const uint32_t* a, uint64
   later<N>(b, [=] {
     add_product<e4m3, N>(
         to, accumulate,
-        [=](int r, int k) {
-          return e4m3_value(uint8_t(fragments.of[k % 16 / 4].words[k / 16 * 2 + r] >> k % 4 * 8));
-        },
+        [=](int r, int k) { return e4m3_value(uint8_t(fragments.of[k % 16 / 4].words[k / 16 * 2 + r] >> k % 4 * 8)); },
         [=](int column, int k) { return e4m3_value(*k_major(b, column, k)); });
   });
 }
@@ -285,8 +290,7 @@ void wgmma_rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t
     const uint32_t start = uint32_t(b & 0x3fff) << 4, leading = uint32_t(b >> 16 & 0x3fff) << 4,
                    stride = uint32_t(b >> 32 & 0x3fff) << 4;
     add_product<T, N>(
-        to, true,
-        [=](int r, int k) { return element<T>(fragments.of[k % 8 / 2].words[k / 8 * 2 + r], k % 2); },
+        to, true, [=](int r, int k) { return element<T>(fragments.of[k % 8 / 2].words[k / 8 * 2 + r], k % 2); },
         [=](int column, int k) {
           const uint32_t at = start + column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2;
           return number<T>(host::shared + sm90::swizzled(at, 128));

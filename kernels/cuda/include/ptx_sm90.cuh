@@ -140,6 +140,16 @@ MLA_DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Whether `x` holds for any thread of the barrier; waits for all of them.
+MLA_DEVICE bool bar_red_or(int barrier, int threads, bool x) {
+  uint32_t any;
+  asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.or.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(barrier), "r"(threads), "r"(uint32_t(x))
+               : "memory");
+  return any != 0;
+}
+
 // The next grid of the stream may start once every block has said so or ended.
 MLA_DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Waits until the grids this one was launched behind have ended and their writes are visible.

@@ -29,13 +29,13 @@
 //   215008  rope jobs, tags of K stages, 17 mbarriers
 //
 // Numerics: scores in fp32, base-2 exponentials with the scale as a factor of the exponent; a row keeps its reference
-// until its maximum grows by 2^8 (decided row by row); hidden keys by select; P rounded to the inputs' type; rows of V
+// until its maximum grows by 2^15 (decided row by row); hidden keys by select; P rounded to the inputs' type; rows of V
 // past the last key zeroed in shared memory; l and O in fp32, LSE formed once at the end. Key tiles begin at multiples
 // of 128 from a sequence's first key and are added in order by one warpgroup, or by one for each part of the keys and the
 // parts in order; how many there are its own lengths say: nothing of a row depends on the rest of the batch.
 //
-// Budget of a tile of 192 x 128: 15.7 MFLOP, 3,840 cycles of the tensor cores; 80 KB from L2, 21 B a cycle; about 440
-// issue slots of each of 12 warps beside the products, 1,320 of each scheduler. The power limit (700 W) sets the clock.
+// Budget of a tile of 192 x 128: 15.7 MFLOP, 3,840 cycles of the tensor cores; 80 KB from L2, 21 B a cycle; about 350
+// issue slots of each of 12 warps beside the products, 1,050 of each scheduler. The power limit (700 W) sets the clock.
 // Measured on two H200s, 2026-11-29, causal: 1 x 32,768 at 679 to 712 TFLOP/s, 1 x 8,192 at 656 to 683. docs/hopper.md
 // tells why it is built like this, docs/perf-log.md what was tried.
 #include "prefill_layout.cuh"

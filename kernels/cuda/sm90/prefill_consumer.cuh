@@ -22,10 +22,8 @@ struct Consumer {
     if (elect_sync()) mbarrier_arrive(barrier);
   }
 
-  // One key tile, of which the first W keys are looked at; returns the class of the next one.
-  template <bool kMasked, int W> MLA_DEVICE uint32_t step(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
-    float s[W / 2];
-    mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+  // S = Q K^T of a tile that has come, for its first W keys.
+  template <int W> MLA_DEVICE void products_of_keys(float (&s)[W / 2]) const {
     wgmma_fence();
     const uint64_t q_at = wgmma_descriptor(shared.q(group), 16, 1024),
                    k_at = wgmma_descriptor(shared.k(k.stage()), 16, 1024);
@@ -34,25 +32,58 @@ struct Consumer {
       wgmma_ss<Element, W>(s, q_at + descriptor_step(i / 4 * kQBlockBytes + i % 4 * 32),
                            k_at + descriptor_step(i / 4 * kKeyBlockBytes + i % 4 * 32), i > 0);
     wgmma_commit_group();
-    const uint32_t tag =
-        __reduce_or_sync(~0u, shared.tag(k.stage())->word);  // the same in all lanes, and now ptxas knows
-    wgmma_wait_group<0>();
-    release(shared.k_empty(k.stage()));
-    k.advance();
-    const uint32_t next = class_in(tag, group);
-    if (next == kEnd) release(shared.q_empty(group));
+  }
 
-    const int first = tile_in(tag) * kBlockN;
-    const int key = first + tid_x() % 4 * 2;
-    if constexpr (kScaleScores) scale_scores<W>(s, p, *item, row(), key);
-    if constexpr (kMasked) mask_scores<W>(s, p, *item, row(), key);
+  // Gives back what a tile's scores are made of; `next` is the class of the next tile.
+  MLA_DEVICE void release_scores(uint32_t next) const {
+    release(shared.k_empty(k.stage()));
+    if (next == kEnd) release(shared.q_empty(group));
+  }
+
+  // Scores to probabilities, with references that have taken them in.
+  template <int W>
+  MLA_DEVICE void softmax(float (&s)[W / 2], float (&o)[MLA_V_DIM / 2], RowSums& sums, float (&sum)[2]) const {
     float alpha[2];
     const bool moved = move_reference<W>(s, sums, alpha, scale());
-    exponentials<W>(s, sums, scale());
+    exponentials<W, false>(s, sums.m, sum, scale());
     if (moved) {
 #pragma unroll
       for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] *= alpha[i >> 1 & 1];
     }
+  }
+
+  // One key tile, of which the first W keys are looked at; returns the class of the next one. The plain body takes
+  // exponentials with the references there are, without maxima, and begins again with them where the results are too
+  // large.
+  template <bool kMasked, int W> MLA_DEVICE uint32_t step(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
+    float s[W / 2];
+    mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+    products_of_keys<W>(s);
+    const uint32_t tag =
+        __reduce_or_sync(~0u, shared.tag(k.stage())->word);  // the same in all lanes, and now ptxas knows
+    wgmma_wait_group<0>();
+    const uint32_t next = class_in(tag, group);
+    const int first = tile_in(tag) * kBlockN, key = first + tid_x() % 4 * 2;
+    float sum[2];
+    if constexpr (kMasked || !kWithoutMaxima) release_scores(next);
+    if constexpr (kScaleScores) scale_scores<W>(s, p, *item, row(), key);
+    if constexpr (kMasked) mask_scores<W>(s, p, *item, row(), key);
+    if constexpr (kMasked || !kWithoutMaxima) {
+      softmax<W>(s, o, sums, sum);
+    } else {
+      exponentials<W, true>(s, sums.m, sum, scale());
+      const bool large = !(sum[0] < kMostSum && sum[1] < kMostSum);
+      if (__reduce_or_sync(~0u, bar_red_or(kBarrierWarpgroup + group, 128, large))) {
+        products_of_keys<W>(s);
+        wgmma_wait_group<0>();
+        if constexpr (kScaleScores) scale_scores<W>(s, p, *item, row(), key);
+        softmax<W>(s, o, sums, sum);
+      }
+      release_scores(next);
+    }
+    k.advance();
+#pragma unroll
+    for (int r = 0; r < 2; r++) sums.l[r] += sum[r];
     uint32_t probability[W / 4];
 #pragma unroll
     for (int i = 0; i < W / 4; i++) probability[i] = cvt_rn_x2<Element>(s[2 * i], s[2 * i + 1]);
@@ -115,8 +146,10 @@ MLA_DEVICE void consume(const PrefillParams& p, const Shared& shared, int group)
 
     uint32_t type = consumer.item->first_class;
     if (type == kEnd) consumer.release(shared.q_empty(group));
+    if (type == kVisible) type = kPartial;  // there are no references yet
     while (type != kEnd) {
-      while (type == kVisible) type = consumer.template step<false, kBlockN>(o, sums);
+      if constexpr (kWholeTiles)
+        while (type == kVisible) type = consumer.template step<false, kBlockN>(o, sums);
       if (type == kPartial) type = consumer.template step<true, kBlockN>(o, sums);
       if (type == kHidden) type = consumer.skip();
       if (type == kHalf) type = consumer.template step<true, kBlockN / 2>(o, sums);

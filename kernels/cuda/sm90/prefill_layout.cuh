@@ -35,6 +35,8 @@ static_assert(kRopeBox > 0 || kRopeGather, "rope has to come from somewhere");
 // Scores become base-2 logits before the maxima where a plain factor in the exponent would not do.
 constexpr bool kScaleScores = MLA_SCALE_SCORES;
 static_assert(!(MLA_SOFTCAP || MLA_MASK_BIASES) || MLA_SCALE_SCORES, "softcap and bias act on scaled scores");
+constexpr bool kWholeTiles = MLA_MASK_BIASES == 0;  // with a bias every tile is looked at key by key
+constexpr bool kWithoutMaxima = MLA_V_DIM <= 128;  // more columns of O leave no registers to begin again with
 
 // ---- parameters -----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@
 #include "prefill_layout.cuh"
 
 // A row keeps an older maximum as its reference while p stays below 2^kGrowth: sums and P only scale, nothing is lost.
-// Decided for each row by itself, so that its bits do not depend on its neighbours.
-constexpr float kGrowth = 8.0f;
+// Decided for each row by itself, so that its bits do not depend on its neighbours. No row grows so far while the sums
+// of a tile's exponentials stay below kMostSum (less than 2^kGrowth by more than they are rounded).
+constexpr float kGrowth = 15.0f, kMostSum = 0x1.fp14f;
 
 // Scores become base-2 logits, softcapped and biased; hidden keys stay to be masked.
 template <int W>
@@ -81,7 +82,8 @@ MLA_DEVICE bool move_reference(const float (&s)[W / 2], RowSums& sums, float (&a
     a = fmaxf(a, b);
     a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
     a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-    const bool grown = (a - sums.m[r]) * scale > kGrowth;  // from -inf: true; -inf from -inf: NaN, false
+    // As exponentials() has it. From -inf: true; -inf from -inf: NaN, false.
+    const bool grown = __fmaf_rn(a, scale, -(sums.m[r] * scale)) > kGrowth;
     alpha[r] = grown ? ex2_approx_ftz((sums.m[r] - a) * scale) : 1.0f;
     sums.m[r] = grown ? a : sums.m[r];
     sums.l[r] *= alpha[r];
@@ -90,12 +92,12 @@ MLA_DEVICE bool move_reference(const float (&s)[W / 2], RowSums& sums, float (&a
   return __any_sync(~0u, moved);
 }
 
-// Scores to probabilities, added to the sums.
-template <int W>
-MLA_DEVICE void exponentials(float (&s)[W / 2], RowSums& sums, float scale) {
+// Scores to probabilities, and this thread's sums of them. A row without a reference has 0, or overflows.
+template <int W, bool kOverflows>
+MLA_DEVICE void exponentials(float (&s)[W / 2], const float (&m)[2], float (&sum)[2], float scale) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float reference = sums.m[r] == -infinity() ? 0.0f : sums.m[r] * scale;
+    const float reference = !kOverflows && m[r] == -infinity() ? 0.0f : m[r] * scale;
     float a = 0.0f, b = 0.0f;
 #pragma unroll
     for (int j = 0; j < W / 8; j++) {
@@ -106,6 +108,6 @@ MLA_DEVICE void exponentials(float (&s)[W / 2], RowSums& sums, float scale) {
       a += x;
       b += y;
     }
-    sums.l[r] += a + b;
+    sum[r] = a + b;
   }
 }
