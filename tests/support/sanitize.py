@@ -123,7 +123,19 @@ def command_of(job: Job) -> list[str]:
         f"kernel_name={name}" for name in _TRITON_KERNELS.get(op, (op,))
     ]  # fmt: skip
     filters = [] if job.tool == "initcheck" else [word for name in names for word in ("--kernel-name", name)]
-    return ["compute-sanitizer", "--tool", job.tool, "--report-api-errors", "no", *filters, *_PYTEST, *job.cases]
+    # Padding, so that what lies past the end of a tensor is not another one.
+    padding = ["--padding", str(1 << 20)] if job.tool == "memcheck" else []
+    return [
+        "compute-sanitizer",
+        "--tool",
+        job.tool,
+        "--report-api-errors",
+        "no",
+        *padding,
+        *filters,
+        *_PYTEST,
+        *job.cases,
+    ]
 
 
 def run(job: Job, log: Path | None) -> Outcome:
