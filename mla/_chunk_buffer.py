@@ -262,8 +262,7 @@ class Fp8Buffer(Buffer):
         if self._extents.rope_in_fp8:
             quantize.launch(views.k, views.k_scales.unsqueeze(2), keys, 0, False, self._target)
             return
-        quantize.write_scales(keys, (0, 1, 2), views.k.dtype, views.k_scales)
-        views.k_scales.clamp_(min=quantize.LEAST_SCALE_BESIDE_ROPE)
+        quantize.write_scales(keys, (0, 1, 2), views.k.dtype, views.k_scales, quantize.LEAST_SCALE_BESIDE_ROPE)
         quantize.launch(views.k, views.k_scales.view(1, 1, 1), keys, 0, True, self._target)
         both = (self._parts["q_scale"] * views.k_scales).unsqueeze(2)
         torch.div(self._q[..., self._extents.nope :], both, out=self._parts["q_rope"])

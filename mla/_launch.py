@@ -1,4 +1,4 @@
-"""The device and the stream that a call runs on."""
+"""The device and the stream that a call runs on, and Python numbers there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla._check import is_capturing
 from mla.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 Stream = torch.cuda.Stream | int
 
 _HERE: AbstractContextManager[Any] = nullcontext()
+_numbers: dict[tuple[float, torch.device, int], torch.Tensor] = {}
 
 
 def stream_scope(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
@@ -58,3 +60,17 @@ def traced_target(target: str | Target, stream: Stream | None) -> str:
     if stream is not None:
         raise ArgumentError("stream cannot be given inside torch.compile: enter torch.cuda.stream outside of it")
     return str(target)
+
+
+def number_on(value: float, device: torch.device) -> torch.Tensor:
+    """Return a number as f32 [1], written before whatever comes next on the current stream.
+
+    Kept for that stream, unless there are many or it would live in the memory of a captured graph.
+    """
+    key = value, device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    tensor = _numbers.get(key)
+    if tensor is None:
+        tensor = torch.full((1,), value, dtype=torch.float32, device=device)
+        if not is_capturing(device) and len(_numbers) < 64:
+            _numbers[key] = tensor
+    return tensor

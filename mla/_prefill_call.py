@@ -15,7 +15,7 @@ import torch
 
 from mla import dispatch
 from mla._check import as_index, check_non_negative, check_offsets, is_capturing, readable, require_no_grad
-from mla._launch import Stream, stream_scope, traced_target
+from mla._launch import Stream, number_on, stream_scope, traced_target
 from mla._prefill_check import describe
 from mla.errors import ArgumentError, ShapeError
 from mla.kv_cache import PagedKVCache
@@ -26,7 +26,6 @@ from mla.target import Target
 Scale = torch.Tensor | float | None
 
 _forms = dispatch.Memo()
-_numbers: dict[tuple[float, torch.device], torch.Tensor] = {}
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -108,14 +107,14 @@ def attend(call: Call, form: Form) -> Again | None:
 
 
 def _is_whole(call: Call, form: Form) -> bool:
-    """Return whether the kernel reads the call's own tensors alone, and no values were looked at."""
+    """Return whether the kernel reads the call's own tensors alone, on any stream, and no values were looked at."""
     device, scales = call.q.device, (call.q_scale, call.k_scales, call.v_scale)
     return (
         form.indices_ready
         and not call.check_indices
         and (call.sinks is None or call.sinks.is_contiguous())
         and all(capture.device == device for capture in call.mask.captures)
-        and all((scale, device) in _numbers for scale in scales if isinstance(scale, (int, float)))
+        and all(scale is None or isinstance(scale, torch.Tensor) for scale in scales)
     )
 
 
@@ -371,11 +370,5 @@ def _value_scale(scale: torch.Tensor | float, rows: int, device: torch.device) -
 
 
 def _number(value: float, name: str, device: torch.device) -> torch.Tensor:
-    """Return a Python number as f32 [1]; kept, unless it would live in the memory of a graph being captured."""
-    tensor = _numbers.get((value, device))
-    if tensor is None:
-        _require_float32(value, name)
-        tensor = torch.full((1,), value, dtype=torch.float32, device=device)
-        if not is_capturing(device) and len(_numbers) < 64:
-            _numbers[value, device] = tensor
-    return tensor
+    _require_float32(value, name)
+    return number_on(value, device)

@@ -24,7 +24,7 @@ from mla._check import (
     short_dtype,
     signature,
 )
-from mla._launch import Stream, stream_scope, traced_target
+from mla._launch import Stream, number_on, stream_scope, traced_target
 from mla._repeat import repeating
 from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError
@@ -310,15 +310,18 @@ def _quantize_all(
     return out, scale
 
 
-def write_scales(x: torch.Tensor, reduced: tuple[int, ...], dtype: torch.dtype, scale: torch.Tensor) -> None:
-    """Write the f32 scales of what shares one over whole dimensions of x; the other dimensions are those of `scale`."""
+def write_scales(
+    x: torch.Tensor, reduced: tuple[int, ...], dtype: torch.dtype, scale: torch.Tensor, least: float = 2.0**-126
+) -> None:
+    """Write the f32 scales, at least `least`, of what shares one over whole dimensions of x; `scale` has the others."""
     if x.numel():
         amax = torch.linalg.vector_norm(x, float("inf"), dim=reduced, dtype=torch.float32).view(scale.shape)
     else:
         amax = torch.zeros(scale.shape, dtype=torch.float32, device=x.device)
     # By a tensor: torch divides by a number on a GPU by multiplying with its rounded reciprocal.
-    largest = torch.full_like(amax, torch.finfo(dtype).max)
-    torch.div(amax, largest, out=scale).clamp_(min=torch.finfo(torch.float32).tiny)
+    most = torch.finfo(dtype).max
+    largest = torch.full_like(amax, most) if torch.compiler.is_compiling() else number_on(most, x.device)
+    torch.div(amax, largest, out=scale).clamp_(min=least)
 
 
 def _require_input(x: torch.Tensor, name: str, ndim: int | tuple[int, ...]) -> None:

@@ -124,17 +124,14 @@ def test_what_is_copied_or_looked_at_is_launched_anew(name: str, launched: Imple
         assert launched.count(prefill(given, **keywords)) == "anew"
 
 
-def test_numbers_that_are_not_kept_are_made_anew(launched: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_are_numbers_are_written_anew(launched: Implementation) -> None:
     given, fp8 = operands(), torch.float8_e4m3fn
     given |= {name: given[name].to(fp8) for name in ("q", "k", "v")}
-    given["output"] = given["output"].bfloat16()
-    given["k_rope"] = torch.zeros(8, 1, 64).to(fp8)
-    scales = {"q_scale": 0.5, "k_scales": 0.25, "v_scale": 2.0, "k_rope_scales": torch.ones(8, 1, 1)}
-    call = prefill(given, **scales)
-    assert [launched.count(call) for _ in range(2)] == ["anew", "again"]
-    monkeypatch.setattr("mla._prefill_call._numbers", dict.fromkeys(range(64)))
-    dispatch.forget()
-    assert [launched.count(call) for _ in range(2)] == ["anew", "anew"]
+    given |= {"output": given["output"].bfloat16(), "k_rope": torch.zeros(8, 1, 64).to(fp8)}
+    scales = {"q_scale": torch.ones(1), "k_scales": torch.ones(1), "k_rope_scales": torch.ones(8, 1, 1)}
+    numbers, tensors = prefill(given, **scales, v_scale=2.0), prefill(given, **scales, v_scale=torch.ones(1))
+    assert [launched.count(tensors) for _ in range(2)] == ["anew", "again"]
+    assert [launched.count(numbers) for _ in range(2)] == ["anew", "anew"]
 
 
 def test_nothing_is_repeated_while_a_graph_is_captured(launched: Implementation) -> None:
