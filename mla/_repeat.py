@@ -84,26 +84,27 @@ def looks(values: Iterable[Any]) -> tuple[Hashable, ...]:
     if torch.is_grad_enabled():  # where a tensor that wants a gradient is refused
         return True, *map(_look_beside_gradients, values)
     return tuple([
-        (x.data_ptr(), x.shape, x.stride(), x.dtype) if type(x) is Tensor else _look(x) for x in values
+        (x.data_ptr(), x.shape, x.stride(), x.dtype) if type(x) is Tensor else x if x is None else _look(x)
+        for x in values
     ])  # fmt: skip
 
 
 def _look(value: Any) -> Hashable:
     kind = type(value)
-    if value is None or kind is str:
+    if kind is str or value is None:
         return value
     if kind is PagedKVCache:
         return value.place
     if kind is float or kind is int or kind is bool:
         return kind, value
+    if kind is list or kind is tuple:
+        return looks(value)
     if isinstance(value, Mask):
         has_data = value.program.captures or value.biases
         return (value.text, looks(value.captures), looks(value.biases)) if has_data else value.text
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return looks(value)
-    return type(value), value
+    return kind, value
 
 
 def _look_beside_gradients(value: Any) -> Hashable:
