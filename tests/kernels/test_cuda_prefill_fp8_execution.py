@@ -157,10 +157,10 @@ def test_any_role_may_be_late(case: Case, on_host: Run, seed: int) -> None:
 FAULTS = {
     "diagonal_shifted": ("int ahead = item.q_position", "int ahead = 1 + item.q_position"),
     "keys_in_their_own_order": ("key / kKeyBlock * kKeyBlock + key % 2 * 32 + key % kKeyBlock / 2", "key"),
-    "scales_given_back_too_early": ("if constexpr (kBody == Body::kUniform) release", "release"),
+    "scales_of_masked_tiles_left_out": ("if (alike && job.whole) return;", "return;"),
     "warps_issue_other_products": (
-        "return next == kVisible ? kUnsure : next;",
-        "return next == kVisible && tid_x() % 128 < 32 ? kUnsure : next;",
+        "if (!kRopePlain && common != 0)",
+        "if (!kRopePlain && (common != 0 || tid_x() % 128 < 32))",
     ),
 }
 FAULTS_FULL = {

@@ -203,8 +203,8 @@ template <int N> void wgmma_wait_group() {
 inline uint64_t wgmma_descriptor(uint32_t shared, uint32_t leading, uint32_t stride) {
   return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
 }
-template <int BYTES> uint64_t wgmma_k_major(uint32_t shared) {
-  return uint64_t((shared & 0x3ffff) >> 4) | 1ull << 16 | uint64_t(8 * BYTES >> 4) << 32 |
+template <int BYTES> uint64_t wgmma_k_major(uint32_t shared, int step) {
+  return uint64_t(((shared & 0x3ffff) + step) >> 4) | 1ull << 16 | uint64_t(8 * BYTES >> 4) << 32 |
          uint64_t(BYTES == 128 ? 1 : 2) << 62;
 }
 inline constexpr uint64_t descriptor_step(int bytes) { return uint64_t(bytes >> 4); }

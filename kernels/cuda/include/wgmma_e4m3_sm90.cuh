@@ -4,11 +4,13 @@
 #pragma once
 #include "wgmma_sm90.cuh"
 
-// Descriptor of a K-major operand with rows of BYTES (64 or 128), swizzled by as much, in atoms of 8 rows.
-template <int BYTES> MLA_DEVICE uint64_t wgmma_k_major(uint32_t shared) {
+// Descriptor of a K-major operand with rows of BYTES (64 or 128), swizzled by as much, in atoms of 8 rows; `step` bytes
+// into its rows. Only the low word depends on the address, and a step carries nothing out of it.
+template <int BYTES> MLA_DEVICE uint64_t wgmma_k_major(uint32_t shared, int step) {
   static_assert(BYTES == 64 || BYTES == 128, "a swizzle");
   constexpr uint64_t kMode = BYTES == 128 ? 1 : 2;
-  return uint64_t((shared & 0x3ffff) >> 4) | 1ull << 16 | uint64_t(8 * BYTES >> 4) << 32 | kMode << 62;
+  const uint32_t low = ((shared & 0x3ffff) >> 4 | 1u << 16) + (step >> 4);
+  return low | uint64_t(8 * BYTES >> 4) << 32 | kMode << 62;
 }
 
 // d = a * b, plus d if `accumulate`: both operands in shared memory; a in registers.

@@ -5,17 +5,6 @@
 #include "prefill_combine.cuh"
 #include "prefill_epilogue.cuh"
 
-// How a tile is worked on.
-enum class Body {
-  kUniform,  // all visible, one scale for all keys
-  kScaled,  // all visible, a scale for each key
-  kMasked  // some hidden, or logits that are more than scaled scores
-};
-
-// Beside the classes of tiles: what a body returns that takes a tile to have one scale, and a visible tile of which
-// nothing is taken.
-constexpr uint32_t kManyScales = kEnd + 1, kUnsure = kEnd + 2;
-
 struct Consumer {
   const PrefillParams& p;
   const Shared& shared;
@@ -48,33 +37,28 @@ struct Consumer {
   }
 
   template <int W> MLA_DEVICE void multiply_nope(float (&s)[W / 2]) const {
-    const uint64_t q_at = wgmma_k_major<kRowBytes>(shared.q(group)),
-                   k_at = wgmma_k_major<kRowBytes>(shared.k(k.stage()));
 #pragma unroll
-    for (int i = 0; i < kRowBytes / 32; i++)
-      wgmma_e4m3_ss<W>(s, q_at + descriptor_step(32 * i), k_at + descriptor_step(32 * i), i > 0);
+    for (int i = 0; i < kRowBytes; i += 32)
+      wgmma_e4m3_ss<W>(s, wgmma_k_major<kRowBytes>(shared.q(group), i),
+                       wgmma_k_major<kRowBytes>(shared.k(k.stage()), i), i > 0);
   }
   template <int W> MLA_DEVICE void multiply_rope(float (&s)[W / 2]) const {
-    const uint64_t q_at = wgmma_k_major<kRopeRowBytes>(shared.q(group) + kQNopeBytes),
-                   k_at = wgmma_k_major<kRopeRowBytes>(shared.k(k.stage()) + kKNopeBytes);
 #pragma unroll
-    for (int i = 0; i < kRopeRowBytes / 32; i++) {
+    for (int i = 0; i < kRopeRowBytes; i += 32) {
+      const uint64_t q_at = wgmma_k_major<kRopeRowBytes>(shared.q(group) + kQNopeBytes, i),
+                     k_at = wgmma_k_major<kRopeRowBytes>(shared.k(k.stage()) + kKNopeBytes, i);
       if constexpr (kRopeFp8)
-        wgmma_e4m3_ss<W>(s, q_at + descriptor_step(32 * i), k_at + descriptor_step(32 * i), true);
+        wgmma_e4m3_ss<W>(s, q_at, k_at, true);
       else
-        wgmma_ss<bf16, W>(s, q_at + descriptor_step(32 * i), k_at + descriptor_step(32 * i), true);
+        wgmma_ss<bf16, W>(s, q_at, k_at, true);
     }
   }
-
-  // One key tile, of which the first W keys are looked at; its K has arrived. Returns the class of the next one, or
-  // kManyScales, with nothing done, where the tile has more than one scale.
-  template <Body kBody, int W> MLA_DEVICE uint32_t step(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
-    constexpr bool kOnes = kSumByProduct && kBody != Body::kMasked && !(kBody == Body::kScaled && kValueScales);
-    const TileHead* head = shared.head(k.count);
-    float s[W / 2];
+  // S of the tile at hand, of which the first W keys are looked at, in flight at the end. Where the nope part has scales
+  // of its own, and these are not one with the rope's, it is brought to the rope's first.
+  template <int W, bool kOneScale> MLA_DEVICE void multiply_keys(float (&s)[W / 2]) const {
     wgmma_fence();
     multiply_nope<W>(s);
-    if constexpr (kTwoScales && kBody != Body::kUniform) {
+    if constexpr (kTwoScales && !kOneScale) {
       wgmma_commit_group();
       wgmma_wait_group<0>();
       float rows[2] = {1.0f, 1.0f};
@@ -84,58 +68,86 @@ struct Consumer {
     }
     multiply_rope<W>(s);
     wgmma_commit_group();
-    float factor[2] = {p.logit_scale, p.logit_scale};  // of this thread's rows in the exponent
-    if constexpr (!kRopePlain)
-      read_row_scales(factor, kBody == Body::kUniform ? p.logit_scale * head->factor : p.logit_scale);
-    const uint32_t tag = __reduce_or_sync(~0u, head->tag);  // the same in all lanes, and now ptxas knows
-    const bool as_expected = kBody != Body::kUniform || one_scale();
-    wgmma_wait_group<0>();
-    if (!as_expected) return kManyScales;
-    const uint32_t next = class_in(tag, group);
-    if constexpr (kBody == Body::kUniform) release(shared.k_empty(k.stage()));
-    if (next == kEnd) release(shared.q_empty(group));
-
-    const int first = tile_in(tag) * kBlockN;
-    const uint32_t values = shared.scales(k.stage(), kScaleValue);
-    uint32_t words[W / 8];
-    if constexpr (kBody == Body::kUniform) {
-      softmax_visible<!kOnes, false, W>(s, words, factor, sums, o, 0);
-    } else if constexpr (kBody == Body::kScaled) {
-      if constexpr (!kRopePlain) {
-        const float one[2] = {1.0f, 1.0f};
-        scale_scores<W>(s, shared.scales(k.stage(), kScaleAll), one);
-      }
-      softmax_visible<!kOnes, kValueScales, W>(s, words, factor, sums, o, values);
-    } else {
-      const int key = first + tid_x() % 4 * 4;
-      scale_scores<W>(s, shared.scales(k.stage(), kScaleAll), factor);
-      if constexpr (MLA_SOFTCAP || MLA_MASK_BIASES) shape_logits<W>(s, p, *item, row(), key);
-      mask_logits<W>(s, p, *item, row(), key);
-      softmax_masked<kValueScales, W>(s, words, sums, o, values);
-    }
-    if constexpr (kBody != Body::kUniform) {
-      __syncwarp();  // all lanes have read the scales
-      release(shared.k_empty(k.stage()));
-    }
-
-    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
-    if constexpr (kBody == Body::kMasked) clear_v_past(v.stage(), item->n_keys - first);
-    // The tensor cores truncate what they add in fp8: a tile's product stands alone and is added in fp32.
+  }
+  // O += P V of the tile at hand; its V has arrived. The tensor cores truncate what they add in fp8: a tile's product
+  // stands alone and is added in fp32.
+  template <int W, bool kOnes>
+  MLA_DEVICE void add_values(float (&o)[MLA_V_DIM / 2], RowSums& sums, const uint32_t (&words)[W / 8]) {
     constexpr int kColumns = MLA_V_DIM + 8 * kOnes;
     float t[kColumns / 2];
     wgmma_fence();
-    const uint64_t v_at = wgmma_k_major<kRowBytes>(shared.v(v.stage()));
 #pragma unroll
-    for (int i = 0; i < W / 32; i++) wgmma_e4m3_rs<kColumns>(t, words + 4 * i, v_at + descriptor_step(32 * i), i > 0);
+    for (int i = 0; i < W / 32; i++)
+      wgmma_e4m3_rs<kColumns>(t, words + 4 * i, wgmma_k_major<kRowBytes>(shared.v(v.stage()), 32 * i), i > 0);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     release(shared.v_empty(v.stage()));
     v.advance();
     if constexpr (kOnes) sums.l[0] += t[MLA_V_DIM / 2], sums.l[1] += t[MLA_V_DIM / 2 + 2];  // column 128: lanes t = 0
-    const float v_factor = kValueScales ? head->v_factor : 1.0f;
+    const float v_factor = kValueScales ? shared.head(k.count)->v_factor : 1.0f;
 #pragma unroll
     for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] = kValueScales ? __fmaf_rn(t[i], v_factor, o[i]) : o[i] + t[i];
     k.advance();
+  }
+
+  // Tiles that are visible as a whole, from the one at hand on, as long as their keys have the scale `common`; where that
+  // is 0, as long as they have several. Returns the class of the tile behind them. Products are issued before it is known
+  // whether the tile is such a one.
+  template <bool kOneScale> MLA_DEVICE uint32_t run_visible(float (&o)[MLA_V_DIM / 2], RowSums& sums, float common) {
+    constexpr bool kOnes = kSumByProduct && (kOneScale || !kValueScales);
+    float factor[2] = {p.logit_scale, p.logit_scale};  // of this thread's rows in the exponent
+    if constexpr (!kRopePlain) read_row_scales(factor, kOneScale ? p.logit_scale * common : p.logit_scale);
+#pragma unroll 1
+    while (true) {
+      float s[kBlockN / 2];
+      multiply_keys<kBlockN, kOneScale>(s);
+      const TileHead* head = shared.head(k.count);
+      // The same in all lanes, and now ptxas knows.
+      const uint32_t tag = __reduce_or_sync(~0u, head->tag | (head->factor == common ? 0 : kOtherScale));
+      wgmma_wait_group<0>();
+      if (tag & kOtherScale) return kVisible;
+      const uint32_t next = class_in(tag, group), values = shared.scales(k.stage(), kScaleValue);
+      if constexpr (!kOneScale && !kRopePlain) {
+        const float one[2] = {1.0f, 1.0f};
+        scale_scores<kBlockN>(s, shared.scales(k.stage(), kScaleAll), one);
+      }
+      if constexpr (!kOneScale) __syncwarp();  // all lanes have read their scales
+      if constexpr (kOneScale || !kValueScales) release(shared.k_empty(k.stage()));
+      if (next == kEnd) release(shared.q_empty(group));
+      uint32_t words[kBlockN / 8];
+      softmax_visible<!kOnes, !kOneScale && kValueScales, kBlockN>(s, words, factor, sums, o, values);
+      if constexpr (!kOneScale && kValueScales) {
+        __syncwarp();
+        release(shared.k_empty(k.stage()));
+      }
+      mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
+      add_values<kBlockN, kOnes>(o, sums, words);
+      if (next != kVisible) return next;
+      mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+    }
+  }
+
+  // One tile of which some keys are hidden, or whose logits are more than scaled scores. Returns the class of the next.
+  template <int W> MLA_DEVICE uint32_t step_masked(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
+    float s[W / 2];
+    multiply_keys<W, false>(s);
+    float factor[2] = {p.logit_scale, p.logit_scale};
+    if constexpr (!kRopePlain) read_row_scales(factor, p.logit_scale);
+    const uint32_t tag = __reduce_or_sync(~0u, shared.head(k.count)->tag);
+    wgmma_wait_group<0>();
+    const uint32_t next = class_in(tag, group);
+    if (next == kEnd) release(shared.q_empty(group));
+    const int first = tile_in(tag) * kBlockN, key = first + tid_x() % 4 * 4;
+    uint32_t words[W / 8];
+    scale_scores<W>(s, shared.scales(k.stage(), kScaleAll), factor);
+    if constexpr (MLA_SOFTCAP || MLA_MASK_BIASES) shape_logits<W>(s, p, *item, row(), key);
+    mask_logits<W>(s, p, *item, row(), key);
+    softmax_masked<kValueScales, W>(s, words, sums, o, shared.scales(k.stage(), kScaleValue));
+    __syncwarp();  // all lanes have read the scales
+    release(shared.k_empty(k.stage()));
+    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
+    clear_v_past(v.stage(), item->n_keys - first);
+    add_values<W, false>(o, sums, words);
     return next;
   }
 
@@ -171,25 +183,16 @@ struct Consumer {
     return next;
   }
 
-  // Whether all keys of the tile at hand have one scale; the same in all lanes.
-  MLA_DEVICE bool one_scale() const {
-    return __reduce_or_sync(~0u, __float_as_uint(shared.head(k.count)->factor)) != 0;
-  }
-
-  // The tile at hand, and the class of the next one. After a visible tile of one scale the next visible one is taken for
-  // such a tile, too: its products are issued before that is known.
+  // The tile at hand, and those that go with it. Returns the class of the one behind them.
   MLA_DEVICE uint32_t work(uint32_t type, float (&o)[MLA_V_DIM / 2], RowSums& sums) {
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
-    if (type == kVisible && !kRopePlain && !MLA_SOFTCAP) {
-      const uint32_t next = step<Body::kUniform, kBlockN>(o, sums);
-      return next == kManyScales ? kUnsure : next;
+    if (type == kVisible && !MLA_SOFTCAP) {
+      const uint32_t common = __reduce_or_sync(~0u, __float_as_uint(shared.head(k.count)->factor));
+      if (!kRopePlain && common != 0) return run_visible<true>(o, sums, __uint_as_float(common));
+      return run_visible<false>(o, sums, 0.0f);
     }
     if (type == kHidden) return skip();
-    if (type == kHalf) return step<Body::kMasked, kBlockN / 2>(o, sums);
-    if (type == kPartial || MLA_SOFTCAP) return step<Body::kMasked, kBlockN>(o, sums);
-    if (!kRopePlain && one_scale()) return kVisible;
-    const uint32_t next = step<Body::kScaled, kBlockN>(o, sums);
-    return next == kVisible ? kUnsure : next;
+    return type == kHalf ? step_masked<kBlockN / 2>(o, sums) : step_masked<kBlockN>(o, sums);
   }
 };
 

@@ -69,6 +69,10 @@ MLA_DEVICE float warp_max(float x) {
 MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k) {
   constexpr int kEach = kBlockN / 32;
   const int lane = threadIdx.x & 31;
+  if (!kRopePlain && !kRopeFp8 && !kValueScales && p.k_scales_stride == 0 && job.whole && *p.k_scales != 0.0f) {
+    if (lane == 0) shared.head(k.count)->factor = *p.k_scales;
+    return;
+  }
   float nope[kEach], rope[kEach], value[kEach];
   int key[kEach], page[kEach];
   const int* pages = MLA_ROPE_KIND == kRopePaged && kRopeFp8 ? page_row(p.page_table, job.sequence) : nullptr;
@@ -101,13 +105,19 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
-    alike &= nope[i] == common && rope[i] == common && value[i] == common_value;
+    alike &= nope[i] == common && rope[i] == common;
+    if (kValueScales) alike &= value[i] == common_value && value[i] >= 0.0f;
     largest = fmaxf(largest, fabsf(value[i]));
   }
-  alike = __all_sync(~0u, alike);
+  alike = __all_sync(~0u, alike && common != 0.0f);
   // V's scales are brought to the largest of the tile, so that P keeps its range.
   const float v_factor = kValueScales ? warp_max(largest) : 1.0f;
   const float to_ratio = v_factor == 0.0f ? 0.0f : rcp_approx_ftz(v_factor);
+  if (lane == 0) {
+    shared.head(k.count)->factor = alike ? common : 0.0f;
+    if (kValueScales) shared.head(k.count)->v_factor = v_factor;
+  }
+  if (alike && job.whole) return;  // nobody asks for a key's own
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     // S of the nope part is brought to the rope's scale before that is added. A scale of zero leaves its part out.
@@ -117,10 +127,6 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
     if (kTwoScales) st_shared_f32(shared.scales(k.stage(), kScaleNope) + at, nope[i] * rcp_approx_ftz(least));
     st_shared_f32(shared.scales(k.stage(), kScaleAll) + at, kRopePlain ? 1.0f : least);
     if (kValueScales) st_shared_f32(shared.scales(k.stage(), kScaleValue) + at, value[i] * to_ratio);
-  }
-  if (lane == 0) {
-    shared.head(k.count)->factor = alike ? common : 0.0f;
-    if (kValueScales) shared.head(k.count)->v_factor = v_factor;
   }
 }
 

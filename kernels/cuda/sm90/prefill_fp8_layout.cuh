@@ -66,6 +66,8 @@ struct alignas(16) TileHead {
   float factor;  // of all scores of the tile; 0: each key has its own
   float v_factor;  // of the tile's P V, where each key's V has a scale
 };
+// In a tag, where the V of another kernel has its place: the tile's scale is not the one it was taken to have.
+constexpr uint32_t kOtherScale = 1u << kTileBits;
 enum ScaleArray { kScaleNope, kScaleAll, kScaleValue, kScaleArrays = kScaleValue + kValueScales };
 
 // A row's sum of P comes from the tensor cores, as a 129th column of ones of V: the denominator of the rounded P. Where
@@ -121,13 +123,14 @@ static_assert(kStagesK >= kKeyWarps, "the end is told to every one of them");
 // TMA reads from multiples of 16 bytes; the keys of V^T of a sequence may begin elsewhere.
 MLA_DEVICE bool values_by_copy(int k_row) { return !kTransposeV && k_row % 16 != 0; }
 
-enum KeySource : int { kRopeByTma = 0, kRopeByCopy = 1, kNoMoreKeys = 2 };
+enum KeySource : uint16_t { kRopeByTma = 0, kRopeByCopy = 1, kNoMoreKeys = 2 };
 struct alignas(16) KeyJob {
   int sequence, head;
   int token;  // position of the first key
   int k_row;  // row of k and v of the first key
   int keys;  // from there to the sequence's end
-  int source;
+  uint16_t source;
+  uint16_t whole;  // every row group sees all of its keys or none
 };
 
 // ---- shared memory --------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ struct Producer {
 #pragma unroll 1
     for (int i = 0; i < kKeyWarps; i++, k.advance()) {
       mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
-      if (lead()) post_job(k.stage(), {0, 0, 0, 0, 0, kNoMoreKeys});
+      if (lead()) post_job(k.stage(), {0, 0, 0, 0, 0, kNoMoreKeys, 0});
     }
     if constexpr (kTransposeV) {
       // All of them, for a warp looks at the word after it has waited, whatever tile it was that came.
@@ -85,6 +85,15 @@ struct Producer {
                                 kEvictLast);
   }
 
+  // Whether every row group sees all keys of a tile, or none: what each of them does needs no scale of a single key,
+  // where they have one in common.
+  MLA_DEVICE bool all_or_none(uint32_t tile) const {
+    uint32_t looked_at = 0;
+#pragma unroll
+    for (int group = 0; group < kRowGroups; group++) looked_at |= class_in(tile, group);
+    return (looked_at & kPartial) == 0 && !MLA_SOFTCAP;
+  }
+
   // A key warp loads the rope part, so that this one has less to do for a tile than the consumers.
   MLA_DEVICE void load_k(uint32_t tile, uint32_t next) {
     mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
@@ -95,8 +104,13 @@ struct Producer {
       const uint32_t full = shared.k_full(k.stage());
       shared.head(k.count - kStagesK)->tag = tag_of(tile, 0, next);
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKNopeBytes);
-      const KeyJob job{item.sequence,      item.head,           item.k_position + first,
-                       item.k_row + first, item.n_keys - first, boxes ? kRopeByTma : kRopeByCopy};
+      const KeyJob job{item.sequence,
+                       item.head,
+                       item.k_position + first,
+                       item.k_row + first,
+                       item.n_keys - first,
+                       boxes ? kRopeByTma : kRopeByCopy,
+                       uint16_t(all_or_none(tile))};
       post_job(k.stage(), job);
       load_rows(shared.k(k.stage()), p.k, job.head, job.k_row, full);
     }
