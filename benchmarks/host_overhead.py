@@ -1,11 +1,12 @@
 """Microseconds of Python that a repeated call costs.
 
-    python benchmarks/host_overhead.py [--target cpu|cuda|triton] [--json FILE]
+    python benchmarks/host_overhead.py [--target cpu|cuda|triton] [--compiled inductor|aot_eager] [--json FILE]
 
 On the CPU with kernels that do nothing, so that only what stands before a backend counts; no value of an index tensor
 is checked there, as none is on a GPU. On a GPU with sequences of no tokens, in two columns: the whole call, and the
 call with a launch that does nothing in the place of the driver's (Triton launches in C, where that cannot be done).
-Nothing is projected. The last column is the call as an operator of torch.ops.mla, which is what compiled code calls.
+Nothing is projected. Then the call as an operator of torch.ops.mla, which is what compiled code calls, and with
+--compiled what a call more costs in a graph that torch.compile has made with that backend.
 """
 
 from __future__ import annotations
@@ -47,6 +48,20 @@ def microseconds(call: Callable[[], object]) -> float:
             call()
         best = min(best, time.perf_counter() - start)
     return best / CALLS * 1e6
+
+
+def in_graph(call: Callable[[], object], backend: str) -> float:
+    """Return microseconds of a call more in a compiled graph: of twelve calls less two, by ten."""
+
+    def graph(count: int) -> float:
+        def calls() -> None:
+            for _ in range(count):
+                call()
+
+        torch._dynamo.reset()
+        return microseconds(torch.compile(calls, fullgraph=True, backend=backend))
+
+    return (graph(12) - graph(2)) / 10
 
 
 @contextlib.contextmanager
@@ -101,6 +116,7 @@ def make_calls(target: str) -> Calls:
     cache, offsets = pages.layer(0), torch.zeros(BATCH + 1, **index)
     q, kv = torch.zeros(TOKENS, HEADS, 192, **place), torch.zeros(TOKENS, HEADS, 256, **place)
     k, v, output = kv[..., :128], kv[..., 128:], torch.zeros(TOKENS, HEADS, 128, **place)
+    many = torch.zeros(16384, HEADS, 256, **place)  # enough for a kernel to ask for a workspace
     lse = torch.zeros(TOKENS, HEADS, device=device)
     latent, rope = torch.zeros(TOKENS, 512, **place), torch.zeros(TOKENS, 64, **place)
     weight = torch.zeros(HEADS * 256, 512, **place)
@@ -127,6 +143,15 @@ def make_calls(target: str) -> Calls:
             lambda: mla.flare_mla_prefill(output, q, k, v, cache, mask, offsets, offsets, 0.07, lse=lse, **on),
             lambda: ops.prefill(
                 output, q, None, k, v, *cache.operands, *mask.operands, offsets, offsets, 0.07, lse=lse, **on
+            ),
+        ),
+        "flare_mla_prefill, 16,384 keys": (
+            lambda: mla.flare_mla_prefill(
+                output, q, many[..., :128], many[..., 128:], cache, mask, offsets, offsets, 0.07, lse=lse, **on
+            ),
+            lambda: ops.prefill(
+                output, q, None, many[..., :128], many[..., 128:], *cache.operands, *mask.operands, offsets, offsets,
+                0.07, lse=lse, **on
             ),
         ),
         "merge_attn_states": (
@@ -157,6 +182,7 @@ def make_calls(target: str) -> Calls:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=("cpu", "cuda", "triton"), default="cpu")
+    parser.add_argument("--compiled", choices=("inductor", "aot_eager"), help="backend of torch.compile")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -167,8 +193,10 @@ def main() -> None:
             calls = make_calls(args.target)
             columns[title] = {name: microseconds(function) for name, (function, _) in calls.items()}
             if title == "function":
-                operators = {name: microseconds(operator) for name, (_, operator) in calls.items()}
-    columns["operator"] = operators
+                last = {"operator": {name: microseconds(operator) for name, (_, operator) in calls.items()}}
+                if args.compiled:
+                    last["in a graph"] = {name: in_graph(call, args.compiled) for name, (call, _) in calls.items()}
+    columns |= last
     print(f"{'target ' + args.target + ', us':32}" + "".join(f"{title:>16}" for title in columns))
     for name in columns["function"]:
         print(f"{name:32}" + "".join(f"{column[name]:16.1f}" for column in columns.values()), flush=True)

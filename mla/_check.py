@@ -196,7 +196,7 @@ def alignment(*tensors: torch.Tensor | None) -> int:
 
 def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Return what a check of these tensors can depend on besides values, hashable: dtypes, shapes, strides, devices."""
-    return tuple((t.dtype, t.shape, t.stride(), t.device) if isinstance(t, torch.Tensor) else None for t in tensors)
+    return tuple([(t.dtype, t.shape, t.stride(), t.device) if isinstance(t, torch.Tensor) else None for t in tensors])
 
 
 def readable(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla import dispatch
 from mla._check import as_index, check_non_negative, check_offsets, is_capturing, readable, require_no_grad
@@ -38,6 +39,7 @@ class Form:
     indices_ready: bool  # every index tensor is contiguous int32 on the device of the call
     indices_on_cpu: bool  # one of them can be read without a sync
     captures: bool  # a cache or a mask brings tensors that may have been copied before the call
+    reads_operands: bool  # the kernel reads the call's own tensors alone, none that was made of one for the call
 
 
 @dataclass(slots=True)
@@ -103,19 +105,7 @@ def launch(call: Call, stream: Stream | None) -> Again | None:
 def attend(call: Call, form: Form) -> Again | None:
     """Launch a call that was judged, on the current stream; see `mla._repeat.repeating` for what is returned."""
     again = form.run(canonical(call, form))
-    return again if again is not None and _is_whole(call, form) else None
-
-
-def _is_whole(call: Call, form: Form) -> bool:
-    """Return whether the kernel reads the call's own tensors alone, on any stream, and no values were looked at."""
-    device, scales = call.q.device, (call.q_scale, call.k_scales, call.v_scale)
-    return (
-        form.indices_ready
-        and not call.check_indices
-        and (call.sinks is None or call.sinks.is_contiguous())
-        and all(capture.device == device for capture in call.mask.captures)
-        and all(scale is None or isinstance(scale, torch.Tensor) for scale in scales)
-    )
+    return again if form.reads_operands and not call.check_indices else None
 
 
 def judge(call: Call) -> Form:
@@ -195,12 +185,27 @@ def find_form(call: Call) -> Form:
         form = Form(
             problem,
             dispatch.resolve(problem, call.target, device),
-            all(i.dtype == torch.int32 and i.device == device and i.is_contiguous() for i in given),
+            _are_ready(given, device),
             any(i.device.type == "cpu" for i in given),
             isinstance(call.k_rope, PagedKVCache) or bool(call.mask.program.captures),
+            _reads_operands(call, given),
         )
         _forms.remember(key, form)
     return form
+
+
+def _are_ready(indices: list[torch.Tensor], device: torch.device) -> bool:
+    return all(i.dtype == torch.int32 and i.device == device and i.is_contiguous() for i in indices)
+
+
+def _reads_operands(call: Call, indices: list[torch.Tensor]) -> bool:
+    device, scales = call.q.device, (call.q_scale, call.k_scales, call.v_scale)
+    return (
+        _are_ready(indices, device)
+        and (call.sinks is None or call.sinks.is_contiguous())
+        and all(capture.device == device for capture in call.mask.captures)
+        and all(scale is None or isinstance(scale, torch.Tensor) for scale in scales)
+    )
 
 
 def workspace_bytes(call: Call) -> int:
@@ -274,28 +279,14 @@ def canonical(call: Call, form: Form) -> PrefillArgs:
 
 def _signature(call: Call) -> Hashable:
     rope, mask = call.k_rope, call.mask
-    own = mask.captures + mask.biases
+    own = mask.captures + mask.biases if mask.program.captures or mask.biases else ()
     return (
-        _looks(call.output),
-        _looks(call.q),
-        _looks(call.q_rope),
-        _looks(call.k),
-        _looks(call.v),
-        rope.signature if isinstance(rope, PagedKVCache) else _looks(rope),
-        _looks(call.k_rope_scales),
-        _looks(call.valid_length),
-        _looks(call.cache_row_offsets),
-        _looks(call.cache_offsets),
-        _looks(call.start_positions),
-        _looks(call.kv_lengths),
+        *_looks((
+            call.output, call.q, call.q_rope, call.k, call.v, rope, call.k_rope_scales, call.valid_length,
+            call.cache_row_offsets, call.cache_offsets, call.start_positions, call.kv_lengths, call.q_scale,
+            call.k_scales, call.v_scale, call.lse, call.sinks, call.workspace, *own,
+        )),
         mask.program,
-        tuple(map(_looks, own)) if own else None,
-        _looks(call.q_scale),
-        _looks(call.k_scales),
-        _looks(call.v_scale),
-        _looks(call.lse),
-        _looks(call.sinks),
-        _looks(call.workspace),
         call.rope_prescaled,
         call.lse_layout,
         type(call.softcap),
@@ -305,12 +296,21 @@ def _signature(call: Call) -> Hashable:
         call.q_max_seq_len is None or call.q_max_seq_len > 0,
         call.batch_invariant,
         call.target,
-    )
+    )  # fmt: skip
 
 
-def _looks(value: torch.Tensor | float | None) -> Any:
-    """Return what a kernel can depend on of an argument, its data aside."""
-    if value is None or isinstance(value, (float, int)):
+def _looks(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a kernel can depend on of some arguments, their data aside."""
+    return tuple([
+        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) if type(x) is Tensor else x if x is None
+        else _look(x) for x in values
+    ])  # fmt: skip
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, PagedKVCache):
+        return value.signature
+    if isinstance(value, (float, int)):
         return type(value)
     return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
 
