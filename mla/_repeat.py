@@ -1,8 +1,10 @@
 """Calls that were made before, launched again without another look at what they ask for.
 
-What a launch does follows from shapes, strides, dtypes, addresses and numbers; what lies at the addresses is read by
-the kernel. A call whose arguments equal an earlier call's in all of these is that launch again (`dispatch.Again`),
-found by one look-up. Nothing keeps a tensor alive: memory that was given back and handed out anew is the same memory.
+What a launch does follows from addresses and numbers, and from shapes, strides and dtypes; what lies at the addresses
+is read by the kernel. A call that equals an earlier one in all of these is that launch again (`mla.problem.Again`).
+It is found by addresses and numbers, and the rest is compared. Nothing keeps a tensor alive: memory that was given back
+and handed out anew is the same memory. A call is kept when its addresses come for the second time, so that calls that
+never come again cost little more than a look-up.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from mla.kv_cache import PagedKVCache
 from mla.masks import Mask
 from mla.problem import Again
 
-_launches = Memo(limit=2048)
+_Known = tuple[list[tuple[Any, ...]] | None, Again | None]  # forms of the tensors, and what launches again
+_launches = Memo(limit=4096)
+#: Stands where addresses have been seen once, with whatever forms.
+_SEEN: _Known = None, None
 
 
 def repeating(function: Callable[..., Again | None]) -> Callable[..., None]:
-    """Let a function that launches return what launches the same again, and call that next time.
+    """Let a function that launches return what launches the same again, and call that when the call comes again.
 
     Parameters
     ----------
@@ -41,15 +46,17 @@ def repeating(function: Callable[..., Again | None]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             function(*args, stream=stream, **keywords)
             return
+        values = (*args, *keywords.values())
         try:
             device = args[0].device
-            key = name, device, tuple(keywords), looks((*args, *keywords.values()))
-            again: Again | None = _launches.get(key)
+            key = name, device, tuple(keywords), places(values)
+            known: _Known | None = _launches.get(key)
+            again = known[1] if known is not None and known[0] == _forms(values) else None
         except (AttributeError, IndexError, RuntimeError, TypeError):  # not what is allowed: the function says so
             function(*args, stream=stream, **keywords)
             return
         if again is None:
-            remember(key, device, function(*args, stream=stream, **keywords))
+            remember(key, known, device, values, function(*args, stream=stream, **keywords))
         elif stream is not None or torch._C._cuda_getDevice() != device.index:
             with stream_scope(device, stream):
                 call(*args, **keywords)
@@ -61,55 +68,54 @@ def repeating(function: Callable[..., Again | None]) -> Callable[..., None]:
     return call
 
 
-def find(key: Hashable) -> Again | None:
-    """Return what was remembered under a key, unless a graph is being captured."""
-    again: Again | None = _launches.get(key)
-    return None if again is None or torch.cuda.is_current_stream_capturing() else again
+def find(key: Hashable, values: Iterable[Any]) -> tuple[_Known | None, Again | None]:
+    """Return what is known under a key from `places`, and what launches again unless a graph is being captured."""
+    known: _Known | None = _launches.get(key)
+    again = known[1] if known is not None and known[0] == _forms(values) else None
+    return known, None if again is None or torch.cuda.is_current_stream_capturing() else again
 
 
-def remember(key: Hashable, device: torch.device, again: Again | None) -> None:
-    """Keep what launches again, unless a graph is being captured."""
+def remember(
+    key: Hashable, known: _Known | None, device: torch.device, values: Iterable[Any], again: Again | None
+) -> None:
+    """Keep what launches again where its key has been seen once, unless a graph is being captured."""
     if again is not None and not is_capturing(device):
-        _launches.remember(key, again)
+        _launches.remember(key, (_forms(values), again) if known is _SEEN else _SEEN)
 
 
-def looks(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Return all that a launch can depend on of some arguments but their device, hashable.
+def places(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Return addresses, numbers and whatever else of some arguments is no form of a tensor, hashable.
 
     Raises
     ------
     RuntimeError
-        A tensor without strides or an address.
+        A tensor without an address.
     """
-    if torch.is_grad_enabled():  # where a tensor that wants a gradient is refused
-        return True, *map(_look_beside_gradients, values)
-    return tuple([
-        (x.data_ptr(), x.shape, x.stride(), x.dtype) if type(x) is Tensor else x if x is None else _look(x)
-        for x in values
-    ])  # fmt: skip
+    return tuple([x.data_ptr() if type(x) is Tensor else x if x is None else _look(x) for x in values])
+
+
+def _forms(values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return shapes, strides and dtypes of tensors, and whether they want a gradient, which is refused."""
+    if torch.is_grad_enabled():
+        return [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in values if type(x) is Tensor]
+    return [(x.shape, x.stride(), x.dtype) for x in values if type(x) is Tensor]
 
 
 def _look(value: Any) -> Hashable:
     kind = type(value)
-    if kind is str or value is None:
+    if kind is str:
         return value
-    if kind is PagedKVCache:
-        return value.place
     if kind is float or kind is int or kind is bool:
         return kind, value
+    if kind is PagedKVCache:
+        wanted = torch.is_grad_enabled() and (value.latent.requires_grad or value.rope.requires_grad)
+        return kind, value.place, wanted
     if kind is list or kind is tuple:
-        return looks(value)
+        return tuple(map(_look, value))
     if isinstance(value, Mask):
         has_data = value.program.captures or value.biases
-        return (value.text, looks(value.captures), looks(value.biases)) if has_data else value.text
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
+        return (value.text, _look(value.captures), _look(value.biases)) if has_data else value.text
+    if isinstance(value, Tensor):  # in a list, or of a class of its own
+        wanted = torch.is_grad_enabled() and value.requires_grad
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, wanted
     return kind, value
-
-
-def _look_beside_gradients(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return _look(value), value.requires_grad
-    if isinstance(value, PagedKVCache):
-        return value.place, value.latent.requires_grad, value.rope.requires_grad
-    return _look(value)

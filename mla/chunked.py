@@ -27,7 +27,7 @@ from mla._chunk_groups import Groups
 from mla._launch import Stream, stream_scope, traced_target
 from mla._prefill_call import Call, Form, attend, judge
 from mla._prefill_check import require_fp8_format
-from mla._repeat import find, looks, remember
+from mla._repeat import find, places, remember
 from mla.dispatch import Runner
 from mla.errors import ArgumentError, DTypeError, ShapeError
 from mla.gather import Weight
@@ -334,7 +334,7 @@ class _Kernels:
 
     def __init__(self, call: Call) -> None:
         self._target = call.target
-        self._same = "job", call.q.device, looks((call.k_rope, call.mask, call.scale, call.softcap, call.target))
+        self._same = "job", call.q.device, places((call.k_rope, call.mask, call.scale, call.softcap, call.target))
         self._forms: dict[Hashable, Form] = {}
         self._merges: dict[Hashable, Runner] = {}
 
@@ -347,16 +347,17 @@ class _Kernels:
 
     def ready(self, call: Call) -> Again:
         """Return what launches a call, to be used before the call changes; raise whatever is wrong with it."""
-        key = self._same, looks((
+        values = (
             call.output, call.lse, call.sinks, call.q, call.q_rope, call.q_scale, call.k, call.k_scales, call.v,
             call.v_scale, call.valid_length, call.cache_row_offsets, call.cache_offsets, call.start_positions,
             call.kv_lengths,
-        ))  # fmt: skip
-        again = find(key)
+        )  # fmt: skip
+        key = self._same, places(values)
+        known, again = find(key, values)
         if again is not None:
             return again
         form = self._judge(call)
-        return lambda: remember(key, call.q.device, attend(call, form))
+        return lambda: remember(key, known, call.q.device, values, attend(call, form))
 
     def merge(self, args: MergeArgs) -> None:
         """Launch a merge."""
