@@ -79,7 +79,7 @@ def remember(
     key: Hashable, known: _Known | None, device: torch.device, values: Iterable[Any], again: Again | None
 ) -> None:
     """Keep what launches again where its key has been seen once, unless a graph is being captured."""
-    if again is not None and not is_capturing(device):
+    if callable(again) and not is_capturing(device):  # a user's implementation may return anything
         _launches.remember(key, (_forms(values), again) if known is _SEEN else _SEEN)
 
 

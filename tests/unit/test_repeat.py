@@ -182,6 +182,11 @@ def test_a_watcher_sees_every_call(launched: Implementation) -> None:
     assert launched.count(call) == "anew"
 
 
+def test_what_cannot_be_called_is_no_launch(launched: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "_again", torch.zeros(1))
+    assert launched.first(prefill(operands())) == ["anew"] * 3
+
+
 def test_every_operation_repeats(launched: Implementation) -> None:
     cache, offsets = pages(), torch.zeros(B + 1, dtype=torch.int32)
     tables = torch.zeros(2, B + 1, dtype=torch.int32), torch.zeros(2, B, dtype=torch.int32), torch.zeros(2).int()
