@@ -54,6 +54,8 @@ class Groups:
         group is attended among all rows of q, another one by itself.
     start_positions, kv_lengths : torch.Tensor or None
         int32 [G, B] and [B] where a group begins or ends inside a sequence: positions do not follow from its rows then.
+    rows : int
+        Rows of q that there are at least.
     most_parted_rows : int
         Rows of the longest group that is not whole.
     """
@@ -62,6 +64,7 @@ class Groups:
     row_offsets: torch.Tensor
     start_positions: torch.Tensor | None
     kv_lengths: torch.Tensor | None
+    rows: int
     most_parted_rows: int
 
     @staticmethod
@@ -106,6 +109,7 @@ def _make(groups: tuple[Group, ...], seq_lens: torch.Tensor, offsets: torch.Tens
         row_offsets.view(rows.shape),
         start_positions.view(starts.shape) if inside else None,
         kv_lengths if inside else None,
+        max((g.last for g in groups), default=0),
         max((g.last - g.first for g in groups if not g.whole), default=0),
     )
 

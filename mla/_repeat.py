@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla._check import is_capturing
 from mla._launch import Stream, stream_scope
 from mla.dispatch import Memo
 from mla.kv_cache import PagedKVCache
@@ -78,9 +77,14 @@ def find(key: Hashable, values: Iterable[Any]) -> tuple[_Known | None, Again | N
 def remember(
     key: Hashable, known: _Known | None, device: torch.device, values: Iterable[Any], again: Again | None
 ) -> None:
-    """Keep what launches again where its key has been seen once, unless a graph is being captured."""
-    if callable(again) and not is_capturing(device):  # a user's implementation may return anything
+    """Keep what launches again where its key has been seen once."""
+    if callable(again) and _can_repeat(device):  # a user's implementation may return anything
         _launches.remember(key, (_forms(values), again) if known is _SEEN else _SEEN)
+
+
+def _can_repeat(device: torch.device) -> bool:
+    """Return whether launches on a device are made again: on a GPU, unless a graph is being captured."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def places(values: Iterable[Any]) -> tuple[Hashable, ...]:
@@ -109,13 +113,27 @@ def _look(value: Any) -> Hashable:
         return kind, value
     if kind is PagedKVCache:
         wanted = torch.is_grad_enabled() and (value.latent.requires_grad or value.rope.requires_grad)
-        return kind, value.place, wanted
+        return _place(value), wanted
     if kind is list or kind is tuple:
         return tuple(map(_look, value))
     if isinstance(value, Mask):
         has_data = value.program.captures or value.biases
-        return (value.text, _look(value.captures), _look(value.biases)) if has_data else value.text
+        return (Mask, value.text, _look(value.captures), _look(value.biases)) if has_data else (Mask, value.text)
     if isinstance(value, Tensor):  # in a list, or of a class of its own
         wanted = torch.is_grad_enabled() and value.requires_grad
         return value.data_ptr(), value.shape, value.stride(), value.dtype, wanted
     return kind, value
+
+
+def _place(cache: PagedKVCache) -> Hashable:
+    """Return what a launch depends on of a layer, whose memory may have moved since it was made."""
+    indptr, scales = cache.page_indptr, cache.scales
+    return (
+        cache.form or _look(cache.operands),
+        cache.latent.data_ptr(),
+        cache.rope.data_ptr(),
+        cache.page_table.data_ptr(),
+        cache.lengths.data_ptr(),
+        None if indptr is None else indptr.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+    )

@@ -19,6 +19,7 @@ from mla._check import (
     require_dtype,
     require_last_dim_contiguous,
     require_no_grad,
+    require_no_overlap,
     require_shape,
     require_tensor,
 )
@@ -140,7 +141,7 @@ def chunked_prefill(
     require_tensor(input_row_offsets, "input_row_offsets", 1)
     cache = kv_collection.layer(layer_idx)
     extents = find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype)
-    require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None, output=output)
+    require_no_grad(q=q, weight=weight if isinstance(weight, torch.Tensor) else None)
     if lse_layout not in ("TH", "HT"):
         raise ArgumentError(f"lse_layout must be 'TH' or 'HT', got {lse_layout!r}")
     lse = None
@@ -191,6 +192,7 @@ def run_job(
     assert isinstance(cache, PagedKVCache)
     offsets_given = call.valid_length
     check_offsets(offsets_given, "input_row_offsets", extents.total, "q")
+    _require_output(call.output, call.q, extents)
     if workspace is not None:
         require_workspace(workspace, extents.workspace_bytes(), device)
     offsets = as_index(offsets_given, "input_row_offsets", cache.batch_size + 1, device)
@@ -206,12 +208,26 @@ def run_job(
         _require_same_batch(plan, cache, offsets_given, offsets)
     groups = Groups.of(plan, call.mask if call.start_positions is None else None, extents.heads)
     if groups is not None:
+        if groups.rows > extents.total:
+            raise ShapeError(f"plan was made for {groups.rows} rows of q, q has shape {tuple(call.q.shape)}")
         _attend_groups(call, plan, groups, weight, extents, workspace)
         return
     kernels = _Kernels(call)
     _attend_all(call, plan, weight, extents, workspace, keep_rows, kernels)
     if plan.total_rows is None and plan.max_chunks * plan.buffer_token_size < _most_rows(cache):
         _spoil_cut_sequences(call, plan, kernels)
+
+
+def _require_output(output: torch.Tensor, q: torch.Tensor, extents: Extents) -> None:
+    """Raise unless the output fits; kernels see it as a whole only where there is one chunk."""
+    require_tensor(output, "output", 3)
+    shape = extents.total, extents.heads, extents.v_dim
+    require_shape(output, "output", shape, f"q has shape {tuple(q.shape)}")
+    require_dtype(output, "output", dict.fromkeys((q.dtype, torch.float32)))
+    require_device(output, "output", q.device)
+    require_last_dim_contiguous(output, "output")
+    require_no_overlap(output, "output")
+    require_no_grad(output=output)
 
 
 def _require_same_batch(

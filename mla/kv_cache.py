@@ -31,7 +31,7 @@ from mla.page_tables import check_live_pages, csr_lengths, make_tables
 if TYPE_CHECKING:
     from mla.target import Target
 
-_places = Memo(limit=4096)
+_forms = Memo()
 _numbers = itertools.count(1)
 
 
@@ -66,8 +66,9 @@ class PagedKVCache:
     copied : str
         Why a captured graph would not see new tables: they were converted when the cache was made. Empty where kernels
         read the caller's own memory.
-    place : int
-        A number that layers share whose pages, tables and bounds have the same addresses, forms and values.
+    form : int
+        A number that layers share whose tensors have the same shapes, strides and dtypes and whose bounds are equal; 0
+        where the layer was made while `torch.compile` traced.
     """
 
     latent: torch.Tensor
@@ -87,7 +88,7 @@ class PagedKVCache:
     alignment: int
     signature: tuple[Any, ...]
     copied: str
-    place: int
+    form: int
 
     @classmethod
     def of(
@@ -116,12 +117,12 @@ class PagedKVCache:
             dtypes, page_size, page_indptr is not None, quantization_granularity, aligned_to, batch_size,
             lengths_include_new, device,
         )  # fmt: skip
-        place = 0
+        form = 0
         if not traced:
             tensors = (latent, rope, scales, page_table, page_indptr, lengths)
-            where = [None if x is None else (x.data_ptr(), x.shape, x.stride()) for x in tensors]
-            key = (*where, signature, max_seq_length, max_cache_length)
-            place = _places.get(key) or _places.remember(key, next(_numbers))
+            looks = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+            key = (*looks, signature, max_seq_length, max_cache_length)
+            form = _forms.get(key) or _forms.remember(key, next(_numbers))
         return cls(
             latent,
             rope,
@@ -140,7 +141,7 @@ class PagedKVCache:
             aligned_to,
             signature,
             copied,
-            place,
+            form,
         )
 
     @property

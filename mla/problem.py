@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mla.masks import Mask, MaskProgram
 
 #: Launches once more what an implementation has launched, on torch's current stream: the same addresses, shapes and
-#: numbers. Not while a graph is captured.
+#: numbers. Called on a GPU alone, and not while a graph is captured.
 Again = Callable[[], None]
 
 Op = Literal["plan", "gather", "store", "prefill", "merge", "quantize"]

@@ -154,6 +154,27 @@ def test_refusals(change: dict[str, Any], error: type[Exception], words: str) ->
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("chunks", [{"size": 16}, {"size": 16, "max_chunks": 8}, {"size": 4096}], ids=str)
+@pytest.mark.parametrize(
+    ("output", "error", "words"),
+    [
+        (torch.full((69, HEADS, 128), 7.0), ShapeError, "output must have shape (70, 3, 128), got (69, 3, 128)"),
+        (torch.full((71, HEADS, 128), 7.0), ShapeError, "output must have shape (70, 3, 128), got (71, 3, 128)"),
+        (torch.full((70, HEADS * 128), 7.0), ShapeError, "output must be 3-D"),
+        (torch.full((70, HEADS, 128), 7.0).bfloat16(), DTypeError, "output must be float32, got torch.bfloat16"),
+        (torch.full((70, 128, HEADS), 7.0).mT, ShapeError, "output must be contiguous in its last dimension"),
+        (torch.full((70, 1, 128), 7.0).expand(70, HEADS, 128), ShapeError, "output is written"),
+        ([0.0], DTypeError, "output must be a torch.Tensor, got list"),
+    ],
+)
+def test_an_output_is_refused_before_anything_runs(output: Any, error: Any, words: str, chunks: dict[str, int]) -> None:
+    data, q, weight = job(LENGTHS)
+    with pytest.raises(error) as caught:
+        run(data, q, weight, masks.CausalMask(), output=output, **chunks)
+    assert words in str(caught.value)
+    assert isinstance(output, list) or output.eq(7.0).all()
+
+
 def test_a_plan_of_another_batch() -> None:
     data, q, weight = job(LENGTHS)
     other, _, _ = job([(5, 5)])
@@ -179,6 +200,16 @@ class TestPlanOfAnotherBatch:
     def test_other_lengths(self) -> None:
         with pytest.raises(mla.ArgumentError, match=r"plan was made for lengths \[49, 23\], the batch has \[48, 23\]"):
             self.run([39, 3], [0, 9, 29])
+
+    def test_more_rows_than_q_where_offsets_are_not_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data, q, weight = job([(40, 9), (3, 20)])
+        plan = prefill_plan(data.input_row_offsets, data.cache, data.layer_idx, 64, seq_lens_cpu=[49, 23], target="cpu")
+        monkeypatch.setattr("mla.chunked.readable", lambda tensor: False)  # as on a GPU
+        with pytest.raises(ShapeError, match=r"plan was made for 29 rows of q, q has shape \(28, 3, 192\)"):
+            mla.chunked_prefill(
+                q[:28], data.cache, data.layer_idx, weight, torch.tensor([0, 9, 28]), masks.CausalMask(), SCALE,
+                plan=plan, target="cpu",
+            )  # fmt: skip
 
     def test_other_rows(self) -> None:
         with pytest.raises(mla.ArgumentError, match=r"plan was made for input_row_offsets .* has \[0, 8, 28\]"):

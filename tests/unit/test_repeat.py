@@ -26,8 +26,8 @@ class Implementation:
             monkeypatch.setattr(f"mla.{name}.resolve", lambda *_: self.run)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        for name in ("_repeat", "_prefill_call"):
-            monkeypatch.setattr(f"mla.{name}.is_capturing", lambda device: self.capturing)
+        monkeypatch.setattr("mla._repeat._can_repeat", lambda device: not self.capturing)
+        monkeypatch.setattr("mla._prefill_call.is_capturing", lambda device: self.capturing)
         # As on a GPU, where no value is looked at.
         monkeypatch.setattr("mla._prefill_call._check_values", lambda call, device: None)
         monkeypatch.setattr("mla._chunk_buffer.check_offsets", lambda *_: None)
@@ -185,6 +185,25 @@ def test_a_watcher_sees_every_call(launched: Implementation) -> None:
 def test_what_cannot_be_called_is_no_launch(launched: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "_again", torch.zeros(1))
     assert launched.first(prefill(operands())) == ["anew"] * 3
+
+
+@pytest.mark.parametrize("returned", [torch.zeros(1), 0, lambda: None])
+def test_what_another_implementation_returns_is_no_launch(returned: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def run(args: Any) -> object:
+        done.append(args)
+        return returned
+
+    monkeypatch.setattr("mla.merge.resolve", lambda *_: run)
+    if not callable(returned):  # as on a GPU: on the CPU nothing is repeated
+        monkeypatch.setattr("mla._repeat._can_repeat", lambda device: True)
+    dispatch.forget()
+    x, lse = torch.zeros(T, H, 128), torch.zeros(T, H)
+    for _ in range(4):
+        mla.merge_attn_states(x, x, lse, x, lse, target="cpu")
+    dispatch.forget()
+    assert len(done) == 4
 
 
 def test_every_operation_repeats(launched: Implementation) -> None:
