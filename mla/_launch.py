@@ -65,12 +65,12 @@ def traced_target(target: str | Target, stream: Stream | None) -> str:
 def number_on(value: float, device: torch.device) -> torch.Tensor:
     """Return a number as f32 [1], written before whatever comes next on the current stream.
 
-    Kept for that stream, unless there are many or it would live in the memory of a captured graph.
+    Kept for that stream, unless there are many, it would live in the memory of a captured graph, or it is a fake.
     """
     key = value, device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     tensor = _numbers.get(key)
     if tensor is None:
         tensor = torch.full((1,), value, dtype=torch.float32, device=device)
-        if not is_capturing(device) and len(_numbers) < 64:
+        if type(tensor) is torch.Tensor and not is_capturing(device) and len(_numbers) < 64:
             _numbers[key] = tensor
     return tensor

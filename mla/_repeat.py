@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mla._launch import Stream, stream_scope
 from mla.dispatch import Memo
+from mla.errors import ArgumentError
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask
 from mla.problem import Again
@@ -94,6 +95,8 @@ def places(values: Iterable[Any]) -> tuple[Hashable, ...]:
     ------
     RuntimeError
         A tensor without an address.
+    ArgumentError
+        A tensor of a class of its own that has no memory.
     """
     return tuple([x.data_ptr() if type(x) is Tensor else x if x is None else _look(x) for x in values])
 
@@ -121,6 +124,8 @@ def _look(value: Any) -> Hashable:
         return (Mask, value.text, _look(value.captures), _look(value.biases)) if has_data else (Mask, value.text)
     if isinstance(value, Tensor):  # in a list, or of a class of its own
         wanted = torch.is_grad_enabled() and value.requires_grad
+        if not value.data_ptr() and value.numel():  # a fake, a DTensor, ...
+            raise ArgumentError(f"a {kind.__name__} of shape {tuple(value.shape)} has no memory for a kernel to use")
         return value.data_ptr(), value.shape, value.stride(), value.dtype, wanted
     return kind, value
 

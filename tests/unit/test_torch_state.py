@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla
 from tests.support.paged import PagedData, make_paged
@@ -143,3 +144,13 @@ class TestGradients:
         part, lse = torch.zeros(4, HEADS, 128), torch.zeros(4, HEADS)
         with pytest.raises(mla.ArgumentError, match=r"^suffix_lse requires a gradient"):
             mla.merge_attn_states(part, part, lse, part, lse.clone().requires_grad_(), target="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_without_memory_is_refused_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla._launch._numbers", {})
+    x = torch.randn(5, HEADS, 128)
+    with FakeTensorMode() as mode, pytest.raises(mla.ArgumentError, match=r"FakeTensor of shape \(5, 3, 128\) has no"):
+        mla.quantize.quantize_per_head(mode.from_tensor(x), target="cpu")
+    _, scale = mla.quantize.quantize_per_head(x, target="cpu")
+    assert torch.equal(scale, x.abs().amax((0, 2)) / 448)
