@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 #: Key tiles of a sequence that the tag of a stage can count.
 TILES_MAX = 1 << 18
 
+_SPACES_MAX = 1024
 _PLACES_MAX = 64
 _V = TypeVar("_V", bound=Hashable)
 
@@ -59,6 +60,7 @@ def launcher(
         What of a call, beside its problem, is compiled in.
     """
     processors, index = runtime.properties(device).multi_processor_count, device.index
+    space_of = functools.lru_cache(maxsize=_SPACES_MAX)(workspace_of)
 
     @functools.cache
     def kernel(variant: _V, programmatic: bool) -> runtime.Kernel:
@@ -77,7 +79,7 @@ def launcher(
             return None
         if keys > TILES_MAX * block_n:
             raise ShapeError(f"k: {keys} rows, but this kernel counts at most {TILES_MAX * block_n}")
-        space = workspace_of(rows, keys, batch, heads)
+        space = space_of(rows, keys, batch, heads)
         need = space.bytes
         block = make(args, block_n)
         block.processors = min(processors, PROCESSORS_MAX)
