@@ -55,9 +55,10 @@ print(imported - start, context - imported, done - context)
 
 
 def start(op: str, target: str, folder: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "MLA_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+    # NVRTC has a cache of its own, which would answer for kernels that something else has compiled on this machine.
+    folders = {"MLA_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton", "CUDA_CACHE_PATH": f"{folder}/cuda"}
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, op, target], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", CHILD, op, target], stdout=subprocess.PIPE, text=True, env={**os.environ, **folders}
     )
 
 

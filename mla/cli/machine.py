@@ -86,10 +86,10 @@ def package_version() -> str:
 def commit() -> str | None:
     """Return the commit of the checkout that the package runs from, ``+`` behind it when files have changed since.
 
-    A copy without ``.git`` has what the variable ``MLA_COMMIT`` says.
+    The variable ``MLA_COMMIT`` says it for a copy, whose own ``.git`` may be missing or older than its files.
     """
     root = PACKAGE.parent
-    if not (root / ".git").exists():
+    if "MLA_COMMIT" in os.environ or not (root / ".git").exists():
         return os.environ.get("MLA_COMMIT")
     head, changes = (
         _output("git", "-C", str(root), *words) for words in (("rev-parse", "HEAD"), ("status", "-s", "-uno"))

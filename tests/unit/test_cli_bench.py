@@ -51,12 +51,12 @@ def test_the_roof_is_the_slower_of_matmul_and_copy() -> None:
     assert roof.share(flops=10**9, moved=10**9, ms=20.0) == pytest.approx(0.5)
 
 
-def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "mla")
-    monkeypatch.delenv("MLA_COMMIT", raising=False)
-    assert machine.commit() is None
+def test_a_copy_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_COMMIT", "abc123")
     assert machine.commit() == "abc123"
+    monkeypatch.delenv("MLA_COMMIT")
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "mla")
+    assert machine.commit() is None
 
 
 def test_compile_writes_binaries_and_reports_them(tmp_path: Path) -> None:
