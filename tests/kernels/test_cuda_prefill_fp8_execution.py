@@ -7,6 +7,7 @@ truncate is not seen here.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,6 +130,16 @@ def test_a_row_does_not_depend_on_its_neighbours(on_host: Run, seed: int) -> Non
     others, other_lse = problem.run("cuda")
     assert torch.equal(output[2:66:2], others[2:66:2]) and torch.equal(lse[2:66:2], other_lse[2:66:2])
     check(problem)
+
+
+def test_a_scale_that_is_no_number(on_host: Run, seed: int) -> None:
+    """Consumers compare the scales of tiles, and NaN is unlike itself."""
+    on_host()
+    problem = build(dataclasses.replace(CASES[2], lengths=((300, 100),)), "cpu", seed)
+    problem.keywords["k_scales"] = torch.full((1, 1), math.nan).expand(len(problem.operands["k"]), 1)
+    output, lse = problem.run("cuda")
+    rows = slice(*problem.operands["valid_length"].tolist())
+    assert output[rows].isnan().all() and lse[rows].isnan().all()
 
 
 @FULL

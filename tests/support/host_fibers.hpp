@@ -2,8 +2,8 @@
 // host C++ by host_execution.py.
 //
 // Made to find faults: warps (waves) take turns in a random order, one of them may be as slow as it can be, global memory
-// outside the given tensors is a fault, and a block whose threads do not all come to the same place ends with a report
-// of who waits where.
+// outside the given tensors is a fault, and a block whose threads do not all come to the same place, or that goes on for
+// ever, ends with a report of who waits where.
 //
 // The text after this one defines call_kernel, start_block and start_thread; HOST_WARP is the lanes of a warp.
 #include <math.h>
@@ -18,7 +18,8 @@
 namespace host {
 
 constexpr int kWarp = HOST_WARP, kMostThreads = 1024, kStackBytes = 128 << 10;
-enum Result { kDone = 0, kDeadlock = 1, kFault = 2 };
+constexpr int kMostRounds = 1 << 19;  // of turns; no block of a test comes near it
+enum Result { kDone = 0, kDeadlock = 1, kFault = 2, kEndless = 3 };
 
 struct Index { int x, y, z; };
 struct Range { const unsigned char *begin, *end; };
@@ -152,7 +153,12 @@ inline Result run_block(const void* params) {
     if (t % kWarp == 0) static_cast<Meeting&>(warps[t / kWarp]) = {};
     start_thread(t);
   }
+  int rounds = 0;
   for (int alive = threads; alive > 0;) {
+    if (++rounds > kMostRounds) {
+      report = waiting();
+      return kEndless;
+    }
     const unsigned long long before = progress;
     const int count = threads / kWarp, first = random(count);
     alive = 0;

@@ -69,7 +69,8 @@ MLA_DEVICE float warp_max(float x) {
 MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k) {
   constexpr int kEach = kBlockN / 32;
   const int lane = threadIdx.x & 31;
-  if (!kRopePlain && !kRopeFp8 && !kValueScales && p.k_scales_stride == 0 && job.whole && *p.k_scales != 0.0f) {
+  // NaN is unlike itself, and whoever looked for the tile's scale would look for ever.
+  if (!kRopePlain && !kRopeFp8 && !kValueScales && p.k_scales_stride == 0 && job.whole && fabsf(*p.k_scales) > 0.0f) {
     if (lane == 0) shared.head(k.count)->factor = *p.k_scales;
     return;
   }
