@@ -185,6 +185,17 @@ inline void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, int c
   sm90::loads.push_back(load);
 }
 
+inline void st_global_f32_if(bool made, float* to, float x) {
+  if (made) *to = x;
+}
+inline void st_global_v2_f32_if(bool made, void* to, float x, float y) {
+  const float pair[2] = {x, y};
+  if (made) memcpy(to, pair, 8);
+}
+inline void st_global_v4_b32_if(bool made, void* to, const uint32_t (&words)[4]) {
+  if (made) memcpy(to, words, 16);
+}
+
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 inline void wgmma_fence() {}

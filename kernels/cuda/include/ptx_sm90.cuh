@@ -116,6 +116,25 @@ MLA_DEVICE float ld_global_nc_in_order(const float* p) {
   return v;
 }
 
+// Stores that are no branches of the source; one that is not made may have any address.
+MLA_DEVICE void st_global_f32_if(bool made, float* to, float x) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p st.global.f32 [%1], %2;\n}" ::"r"(uint32_t(made)),
+               "l"(to), "f"(x)
+               : "memory");
+}
+MLA_DEVICE void st_global_v2_f32_if(bool made, void* to, float x, float y) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p st.global.v2.f32 [%1], {%2, %3};\n}" ::"r"(uint32_t(made)),
+      "l"(to), "f"(x), "f"(y)
+      : "memory");
+}
+MLA_DEVICE void st_global_v4_b32_if(bool made, void* to, const uint32_t (&words)[4]) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+                   uint32_t(made)),
+               "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // ---- fragments ------------------------------------------------------------------------------------------------------
 
 // Lane 8 i + r gives the address of row r of matrix i, whose elements 2 t and 2 t + 1 are the word of lane 4 r + t.
