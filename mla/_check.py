@@ -42,8 +42,10 @@ def require_tensor(tensor: object, name: str, ndim: int | Sequence[int] | None =
         raise DTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ShapeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if ndim is None or tensor.ndim == ndim:
+        return
     allowed = (ndim,) if isinstance(ndim, int) else ndim
-    if allowed is not None and tensor.ndim not in allowed:
+    if tensor.ndim not in allowed:
         ranks = " or ".join(f"{n}-D" for n in allowed)
         raise ShapeError(f"{name} must be {ranks}, got {tensor.ndim}-D of shape {tuple(tensor.shape)}")
 
@@ -62,6 +64,8 @@ def require_shape(tensor: torch.Tensor, name: str, shape: Sequence[int | None], 
     why : str
         Where the wanted numbers come from, for example ``"q has shape (5, 4, 192)"``; it ends the message.
     """
+    if tensor.shape == shape:
+        return
     if tensor.ndim != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
     ):
@@ -94,7 +98,8 @@ def require_last_dim_contiguous(tensor: torch.Tensor, name: str) -> None:
 
 def require_no_overlap(tensor: torch.Tensor, name: str) -> None:
     """Raise if elements of a tensor that is written share their memory, as after ``expand``."""
-    if any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    strides = tensor.stride()
+    if 0 in strides and any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, strides, strict=True)):
         raise ShapeError(
             f"{name} is written, but its elements share memory: strides {tensor.stride()} "
             f"for shape {tuple(tensor.shape)}"
