@@ -4,9 +4,9 @@
 
 Needs an NVIDIA GPU and compute-sanitizer on the path. Only kernels of this library are checked, but by initcheck, which
 has to see every write. Each tensor is an allocation of its own, so that one step past its end is seen. Faults planted
-in copies of the sources (planted_faults.py) run the same way, since "0 reports" says something only of a tool that
-finds them. The exit status is 0 where every tool came to its end, reported nothing of the kernels as they are, and
-found every fault; what remains is explained in docs/perf-log.md.
+in copies of the sources (sanitizer_edits.py) run the same way, since "0 reports" says something only of a tool that
+finds them; and racecheck sees the kernels for sm_90 in a copy where it can follow their barriers. The exit status is 0
+where every tool came to its end, reported nothing of the kernels without a fault, and found every fault.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 from mla import registry
 from mla.target import device_arch
 from tests.support.matrix_cases import LONG_ROWS, PREFILLS
-from tests.support.planted_faults import FAULTS, ROOT, Fault
 from tests.support.problems import problem_of
+from tests.support.sanitizer_edits import EVERY_LANE_ARRIVES, FAULTS, ROOT, Fault, copy_sources
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 CASES_A_JOB = 8
@@ -51,7 +51,7 @@ _TRITON_KERNELS = {"prefill": ("prefill", "schedule")}
 
 @dataclass(frozen=True)
 class Job:
-    """Cases of one implementation for one process under one tool; of a fault, in the copy that has it."""
+    """Cases of one implementation for one process under one tool, in the sources or in a copy with edits."""
 
     tool: str
     implementation: str
@@ -78,7 +78,7 @@ class Outcome:
     def __str__(self) -> str:
         job = self.job
         found = "broke off" if self.reports is None else f"{self.reports} reports"
-        what = f"planted in {job.fault.file}" if job.fault else f"{self.passed} of {len(job.cases)} tests passed"
+        what = f"planted in {job.fault.edit.file}" if job.fault else f"{self.passed} of {len(job.cases)} tests passed"
         lines = [f"{job.implementation:28}{job.tool:11}{found:>14}  {what}, {self.seconds:.0f} s"]
         return "\n".join([*lines, *(f"      {count} x {kind}" for kind, count in self.kinds.most_common(4))])
 
@@ -105,14 +105,15 @@ def find_cases(only: str) -> list[str]:
     return [line for line in listed.splitlines() if fits(line)]
 
 
-def divide(tool: str, cases: Sequence[str], most: int) -> list[Job]:
+def divide(tool: str, cases: Sequence[str], most: int, every_lane: Path) -> list[Job]:
     """Return jobs of equal sizes for each implementation, of `most` cases taken evenly from all of its own."""
     jobs = []
     for name, own in itertools.groupby(sorted(cases, key=implementation_of), implementation_of):
         group = list(own)
         chosen = group[:: -(-len(group) // most)]
         count = -(-len(chosen) // CASES_A_JOB)
-        jobs += [Job(tool, name, chosen[first::count]) for first in range(count)]
+        folder = every_lane if tool == "racecheck" and name.startswith("cuda.sm90") else ROOT
+        jobs += [Job(tool, name, chosen[first::count], folder) for first in range(count)]
     return jobs
 
 
@@ -166,7 +167,7 @@ def run(job: Job, log: Path | None) -> Outcome:
 def show(outcomes: Sequence[Outcome]) -> None:
     """Print what each implementation gave under each tool, and which faults were found."""
     kept = sorted((one for one in outcomes if one.job.fault is None), key=_of)
-    print("\nas they are:")
+    print("\nwithout a fault:")
     for (name, tool), group in itertools.groupby(kept, _of):
         some = list(group)
         broken = sum(one.reports is None for one in some)
@@ -207,11 +208,12 @@ def main() -> int:
         for number, fault in enumerate(FAULTS):
             if args.only in fault.implementation and fault.tool in tools:
                 copy = Path(folder, str(number))
-                copy.mkdir()
-                fault.plant(copy)
+                copy_sources(copy, [fault.edit])
                 running.append(start(Job(fault.tool, fault.implementation, [fault.test_id], copy, fault)))
+        every_lane = Path(folder, "every lane arrives")
+        copy_sources(every_lane, EVERY_LANE_ARRIVES)
         cases = find_cases(args.only) if args.most else []
-        running += [start(job) for tool in tools for job in divide(tool, cases, args.most)]
+        running += [start(job) for tool in tools for job in divide(tool, cases, args.most, every_lane)]
         outcomes = []
         for future in as_completed(running):
             outcomes.append(future.result())
