@@ -58,6 +58,8 @@ def launcher(
         Keys of a tile.
     variant_of : callable
         What of a call, beside its problem, is compiled in.
+    usual
+        The variant that is compiled at once.
     """
     processors, index = runtime.properties(device).multi_processor_count, device.index
     space_of = functools.lru_cache(maxsize=_SPACES_MAX)(workspace_of)
