@@ -1,6 +1,6 @@
 """Prefill attention in fp8 beside bf16 on the six shapes of mla/data/shapes.yaml, in the same run.
 
-    python benchmarks/prefill_fp8_h200.py --json result.json [--shapes 8k,ragged]
+    python benchmarks/prefill_fp8_h200.py --json result.json [--shapes 8k,ragged] [--target triton]
 
 The inputs are those of prefill_h200.py, rounded to e4m3 (rope: to bf16 where it stays bf16); bf16 computes with the
 very same values. Rows:
@@ -43,7 +43,8 @@ Call = Callable[[], torch.Tensor]
 class Fp8Inputs:
     """The tensors of one shape: in bf16, and in fp8 with the same values."""
 
-    def __init__(self, shape: Step, seed: int) -> None:
+    def __init__(self, shape: Step, seed: int, target: str = "cuda") -> None:
+        self.target = target
         plain = Inputs(shape, seed)
         cache = plain.cache
         for tensor in (plain.q, plain.kv, cache.rope, plain.rope):
@@ -71,7 +72,7 @@ class Fp8Inputs:
         v = self.v_columns if transposed else self.v
         return lambda: mla.prefill(
             self.q, self.k, v, self.cache, x.mask, x.offsets_q, x.offsets_k, x.scale, q_scale=1.0, k_scales=1.0,
-            v_scale=1.0, output=x.output, lse=x.lse if lse else None, target="cuda",
+            v_scale=1.0, output=x.output, lse=x.lse if lse else None, target=self.target,
         )  # fmt: skip
 
     def call_rope16(self, *, transposed: bool, per_token: bool) -> Call:
@@ -81,7 +82,7 @@ class Fp8Inputs:
         v = self.v_columns if transposed else self.v
         return lambda: mla.prefill(
             self.q[..., :NOPE], self.k, v, x.cache, x.mask, x.offsets_q, x.offsets_k, x.scale,
-            q_rope=x.q[..., NOPE:], q_scale=q_scale, k_scales=k_scales, output=x.output, target="cuda",
+            q_rope=x.q[..., NOPE:], q_scale=q_scale, k_scales=k_scales, output=x.output, target=self.target,
         )  # fmt: skip
 
     def scaled(self) -> Inputs:
@@ -96,7 +97,7 @@ class Fp8Inputs:
 def calls_of(inputs: Fp8Inputs) -> dict[str, tuple[Call, bool]]:
     """Return the rows of the table, and whether tokens have scales of their own."""
     return {
-        "bf16": (ours(inputs.plain), False),
+        "bf16": (ours(inputs.plain, inputs.target), False),
         "fp8 V^T": (inputs.call(transposed=True), False),
         "fp8 V^T, lse": (inputs.call(transposed=True, lse=True), False),
         "fp8": (inputs.call(transposed=False), False),
@@ -116,9 +117,9 @@ def check(inputs: Inputs, call: Call) -> float:
     return error
 
 
-def measure(shape: Step, seed: int, rounds: int, seconds: float) -> dict[str, dict[str, Any]]:
+def measure(shape: Step, seed: int, rounds: int, seconds: float, target: str = "cuda") -> dict[str, dict[str, Any]]:
     """Check and time every row of one shape."""
-    inputs = Fp8Inputs(shape, seed)
+    inputs = Fp8Inputs(shape, seed, target)
     calls = calls_of(inputs)
     by_scales = {False: inputs.plain, True: inputs.scaled()}
     errors = {name: check(by_scales[scaled], call) for name, (call, scaled) in calls.items()}
@@ -144,10 +145,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.35, help="of each row in a round")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", choices=("cuda", "triton"), default="cuda")
     args = parser.parse_args()
     results = {}
     for shape in (shape for shape in SHAPES if shape.name in args.shapes.split(",")):
-        results[shape.name] = measure(shape, args.seed, args.rounds, args.seconds)
+        results[shape.name] = measure(shape, args.seed, args.rounds, args.seconds, args.target)
         for name, row in results[shape.name].items():
             spread = (max(row["rounds"]) - min(row["rounds"])) / row["ms"]
             print(

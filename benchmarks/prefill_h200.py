@@ -90,13 +90,13 @@ class Inputs:
         return math.sqrt(difference / norm)
 
 
-def ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def ours(inputs: Inputs, target: str = "cuda") -> Callable[[], torch.Tensor]:
     """Return a call of the library with everything as a serving engine has it."""
 
     def call() -> torch.Tensor:
         mla.prefill(
             inputs.q, inputs.k, inputs.v, inputs.cache, inputs.mask, inputs.offsets_q, inputs.offsets_k, inputs.scale,
-            output=inputs.output, lse=inputs.lse, target="cuda",
+            output=inputs.output, lse=inputs.lse, target=target,
         )  # fmt: skip
         return inputs.output
 
