@@ -20,7 +20,7 @@ extern "C" {
 alignas(1024) unsigned char dynamic[256 << 10];
 }
 
-static host::Index &threadIdx = host::thread_index, &blockIdx = host::block_index;
+static host::Index &threadIdx = host::thread_index, &blockIdx = host::block_index, &gridDim = host::grid;
 
 namespace host {
 
