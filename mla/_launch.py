@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla._check import is_capturing
-from mla.errors import ArgumentError
+from mla.errors import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -33,6 +33,8 @@ def stream_scope(device: torch.device, stream: Stream | None) -> AbstractContext
     ------
     ArgumentError
         A stream for a call on the CPU, or a stream of another device.
+    DTypeError
+        Something that is no stream.
     """
     if device.type != "cuda":
         if stream is not None:
@@ -42,6 +44,8 @@ def stream_scope(device: torch.device, stream: Stream | None) -> AbstractContext
         return _HERE
     if stream is None:
         return torch.cuda.device(device)
+    if isinstance(stream, bool) or not isinstance(stream, (int, torch.Stream)):
+        raise DTypeError(f"stream must be a torch.cuda.Stream or its handle as an int, got {type(stream).__name__}")
     if isinstance(stream, int):
         stream = torch.cuda.ExternalStream(stream, device=device)
     elif stream.device != device:
