@@ -156,5 +156,5 @@ def test_the_cpu_has_no_streams() -> None:
 
 @pytest.mark.parametrize("stream", ["7", True, 7.0])
 def test_what_is_no_stream_is_refused(stream: object) -> None:
-    with pytest.raises(DTypeError, match=f"stream must be a .* got {type(stream).__name__}"):
+    with pytest.raises(mla.DTypeError, match=f"stream must be a .* got {type(stream).__name__}"):
         stream_scope(torch.device("cuda", 0), stream)  # type: ignore[arg-type]
