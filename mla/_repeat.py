@@ -124,7 +124,7 @@ def _look(value: Any) -> Hashable:
         return (Mask, value.text, _look(value.captures), _look(value.biases)) if has_data else (Mask, value.text)
     if isinstance(value, Tensor):  # in a list, or of a class of its own
         wanted = torch.is_grad_enabled() and value.requires_grad
-        if not value.data_ptr() and value.numel():  # a fake, a DTensor, ...
+        if kind is not Tensor and not value.data_ptr() and value.numel():  # a fake, a DTensor, ...
             raise ArgumentError(f"a {kind.__name__} of shape {tuple(value.shape)} has no memory for a kernel to use")
         return value.data_ptr(), value.shape, value.stride(), value.dtype, wanted
     return kind, value
