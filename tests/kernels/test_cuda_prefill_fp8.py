@@ -151,6 +151,33 @@ def test_transposed_values_that_begin_anywhere(hopper: torch.device, dtypes: str
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
+def test_values_as_rows_give_the_bits_of_transposed_ones(hopper: torch.device, dtypes: str, seed: int) -> None:
+    """Call after call, V from memory: thread blocks end with items of one tile, whose rows of V come late."""
+    case = Case(
+        dtypes=dtypes, heads=16, spare_rows=(0, 0),
+        lengths=((0, 2048), (0, 129), (0, 777), (0, 64), (0, 1500), (0, 33), (700, 1), (0, 900)),
+    )  # fmt: skip
+    rows, columns = (build(dataclasses.replace(case, v_transposed=t), hopper, seed) for t in (False, True))
+    expected, expected_lse = columns.run("cuda")
+    flush = torch.empty(1 << 27, dtype=torch.uint8, device=hopper)
+    for _ in range(100):
+        flush.zero_()
+        output, lse = rows.run("cuda")
+        assert same(output, expected) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.cuda
+def test_a_scale_that_is_no_number(hopper: torch.device, seed: int) -> None:
+    """Consumers compare the scales of tiles, and NaN is unlike itself."""
+    case = Case(dtypes="fp8+bf16_rope", lengths=((900, 65), (0, 300)), heads=3, spare_rows=(0, 0))
+    problem = build(case, hopper, seed)
+    problem.keywords["k_scales"] = torch.full((1, 1), torch.nan, device=hopper).expand(len(problem.operands["k"]), 1)
+    output, lse = problem.run("cuda")
+    assert output.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.cuda
 def test_a_row_does_not_depend_on_its_neighbours(hopper: torch.device, seed: int) -> None:
     """Rows whose logits grow begin a tile anew; the others of their warp come out the same, to the bit."""
     case = Case(dtypes="fp8+bf16_rope", lengths=((1900, 64),), heads=4, mask="none", spare_rows=(0, 0))
