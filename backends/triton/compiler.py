@@ -164,6 +164,7 @@ def _type(kind: str | None) -> str:
         from triton.experimental.gluon.language import NVMMASharedLayout
 
         width, inner = ITEMSIZE[found[1]], int(found[2].rstrip("]").rpartition(",")[2])
-        layout = NVMMASharedLayout(min(128, inner * width), 8 * width, rank=found[2].count(",") + 1)
+        line = min(128, inner * width)
+        layout = NVMMASharedLayout(line if line >= 32 else 0, 8 * width, rank=found[2].count(",") + 1)
         return f"tensordesc<{found[1]}{found[2]},{layout!r}>"
     return kind

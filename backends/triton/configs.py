@@ -85,23 +85,26 @@ _FLOAT32 = (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """How the warp-specialised kernel of sm_90 is cut: rows and keys, stages, registers of each role's threads."""
+    """How the warp-specialised kernel of sm_90 is cut: rows and keys, stages, registers of each role's threads.
+
+    In fp8 keys and values share a ring: as many stages of one as of the other.
+    """
 
     block_m: int
     block_n: int
     stages_k: int
     stages_v: int
     consumer_registers: int
-    producer_registers: int
+    other_registers: int
 
 
 #: Query rows of one of its consumers.
 HOPPER_ROWS = 64
 #: New tokens of a sequence, on the mean of a batch, from which its tall tiles pay.
 HOPPER_TALL_TOKENS = 2048
-#: For 16-bit inputs a low tile and a tall one, for fp8 a low one.
+#: For 16-bit inputs and for fp8 a low tile and a tall one.
 _HOPPER = (HopperConfig(128, 128, 2, 2, 216, 72), HopperConfig(192, 128, 2, 1, 160, 32))
-_HOPPER_FP8 = (HopperConfig(128, 128, 3, 3, 224, 56),)
+_HOPPER_FP8 = (HopperConfig(128, 128, 3, 3, 224, 56), HopperConfig(192, 128, 3, 3, 160, 32))
 #: Bytes of keys and values that one group of heads may keep in the L2 cache; H200: 60 MB in two halves.
 L2_BYTES = 16 << 20
 

@@ -183,7 +183,7 @@ class Prefill(Entry):
             values = values_of(problem, args)
             check_strides(values, rows)
             if mapped:
-                values["v_map"] = TensorMap(args.v.permute(1, 2, 0))
+                values["v_map"] = TensorMap.of(args.v.permute(1, 2, 0))
             num_slots = query_tiles(args.q.shape[0], values["batch_size"], block_m)
             schedule_batch(values, args, num_slots, schedule)
             attention.launch(values, num_slots * values["num_heads"])

@@ -22,6 +22,8 @@ from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
 #: Rows after which a swizzle begins anew: a box of the copy engine holds whole such groups.
 _LEAST_BOX = 8
 _COUNTER_BYTES = 4
+#: Columns of a box of fp8 values that lie as rows and are transposed, keys of one of columns that begin at any row.
+_PIECE, _CHUNK = 32, 16
 _LEAST_ROWS = 16  # whose stride, where they are columns of bytes, the copy engine takes
 _SCALES = ("q_scale", "k_scales", "v_scale", "rope_scales")
 
@@ -33,22 +35,32 @@ def _elements(problem: Problem) -> tuple[str, str]:
     return element, ELEMENT_TYPES["bf16"] if rope == "bf16_rope" else element
 
 
-def attention_spec(problem: Problem, config: HopperConfig) -> KernelSpec:
-    """Describe the attention kernel. It takes every parameter; absent ones are null."""
+def attention_spec(problem: Problem, config: HopperConfig, v_scales: str | None) -> KernelSpec:
+    """Describe the attention kernel. It takes every parameter; absent ones are null.
+
+    `v_scales` tells what values are scaled by: "heads" (one for all of them is that, too), "rows", or None.
+    """
     assert problem.mask is not None
     n, rows, features = config.block_n, configs.HOPPER_ROWS, problem.features
     nope, v_head_dim = problem.qk_nope_head_dim, problem.v_head_dim
-    (element, rope), box = _elements(problem), max(math.gcd(problem.page_size, n), _LEAST_BOX)
-    values = f"[1, {v_head_dim}, {n}]" if "v_transposed" in features else f"[{n}, 1, {v_head_dim}]"
+    fp8, columns = problem.dtypes.startswith("fp8"), "v_transposed" in features
+    # In fp8 every second row of keys and of rope comes by one map, the others by another.
+    maps = 2 if fp8 else 1
+    (element, rope), box = _elements(problem), max(math.gcd(problem.page_size, n), maps * _LEAST_BOX)
+    k_map = f"map<{element}[1, {n // maps}, {nope}]>"
+    rope_map = f"map<{rope}[1, {box // maps}, {QK_ROPE_HEAD_DIM}]>"
+    v_map = f"[1, {v_head_dim}, {n}]" if columns else f"[{n}, 1, {_PIECE if fp8 else v_head_dim}]"
+    v_chunk_map = f"map<{element}[1, {v_head_dim}, {_CHUNK}]>" if columns else None
     types: dict[str, str | None] = {"output": "*" + ELEMENT_TYPES[problem.out_dtype], "lse": "*fp32"}
     types |= {"q_map": f"map<{element}[{rows}, 1, {nope}]>"}
     types |= {"q_rope_map": f"map<{rope}[{rows}, 1, {QK_ROPE_HEAD_DIM}]>"}
-    types |= {"k_map": f"map<{element}[{n}, 1, {nope}]>", "v_map": f"map<{element}{values}>"}
-    types |= {"rope_map": f"map<{rope}[1, {box}, {QK_ROPE_HEAD_DIM}]>", "v": "*i32", "rope": "*" + rope}
+    types |= {"k_map": k_map, "k_odd_map": k_map if fp8 else None, "v_map": f"map<{element}{v_map}>"}
+    types |= {"v_chunk_map": v_chunk_map, "rope_map": rope_map, "rope_odd_map": rope_map if fp8 else None}
+    types |= {"rope": "*" + rope}
     types |= dict.fromkeys(("page_table", "page_indptr", *INDEX), "*i32") | dict.fromkeys(("sinks", *_SCALES), "*fp32")
     types |= dict.fromkeys(("slots", "c0", "c1", "c2", "c3"), "*i32")
     types |= dict.fromkeys(("batch_size", "num_heads", "num_slots", "flags", "rope_length"), "i32")
-    types |= strides(types, ("output", "lse")) | dict.fromkeys(("stride_table", "stride_v_h", "stride_v_d"), "i64")
+    types |= strides(types, ("output", "lse")) | {"stride_table": "i64"}
     types |= dict.fromkeys(("stride_q_scale", "stride_k_scales", "stride_v_scale"), "i32")
     types |= {"stride_rope_scales_page": "i64", "stride_rope_scales_t": "i32", "scale": "fp32"}
     constants = {
@@ -58,18 +70,19 @@ def attention_spec(problem: Problem, config: HopperConfig) -> KernelSpec:
         "HAS_SINKS": "sinks" in features,
         "HAS_LSE": "lse" in features,
         "PRESCALED": "rope_prescaled" in features,
-        "HAS_V_SCALE": "v_scale" in features,
+        "V_SCALES": v_scales,
         "PAGE_SIZE": max(problem.page_size, 1),
         "BOX": box,
         "NOPE": nope,
         "ROPE_DIM": QK_ROPE_HEAD_DIM,
         "V": v_head_dim,
+        "V_COLUMNS": columns,
         **{name.upper(): value for name, value in asdict(config).items()},
         "L2_BYTES": configs.L2_BYTES,
     }
     return KernelSpec(
         "prefill_hopper.prefill", tuple(types.items()), tuple(constants.items()), problem.mask,
-        divisible(problem, types | {"v": None}), gluon=True,
+        divisible(problem, types), gluon=True,
     )  # fmt: skip
 
 
@@ -79,8 +92,6 @@ class PrefillHopper(Prefill):
     @staticmethod
     def check(problem: Problem, arch: str) -> str | None:
         """Return why a problem cannot be served, or None."""
-        if problem.dtypes.startswith("fp8") and "v_transposed" not in problem.features:
-            return "wgmma multiplies fp8 values only where they lie as columns: V^T, contiguous along its rows"
         try:
             import triton.experimental.gluon  # noqa: F401
         except ImportError as error:
@@ -95,29 +106,32 @@ class PrefillHopper(Prefill):
 
     @staticmethod
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
-        """Describe the kernels, for both heights of query tiles where there are two."""
-        return tuple(
+        """Describe the kernels, for both heights of query tiles; for the lower also where rows of v have scales."""
+        low, first = configs.hopper(problem)[0], _kinds_of_v_scales(problem)[0]
+        specs = [
             spec
             for config in configs.hopper(problem)
-            for spec in (schedule_spec(problem, config.block_m), attention_spec(problem, config))
-        )
+            for spec in (schedule_spec(problem, config.block_m), attention_spec(problem, config, first))
+        ]
+        return (*specs, *(attention_spec(problem, low, v_scales) for v_scales in _kinds_of_v_scales(problem)[1:]))
 
     @staticmethod
     def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
         """Compile for short sequences; return the callable that launches.
 
-        Taller query tiles are compiled when a call comes whose sequences are long enough for them.
+        Taller query tiles are compiled when a call comes whose sequences are long enough for them, and a kernel for
+        scales of rows of v when a call brings some.
         """
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         low, *tall = configs.hopper(problem)
         absent = _absent()
 
         @functools.cache
-        def kernels(config: HopperConfig) -> tuple[Kernel, Kernel]:
-            specs = schedule_spec(problem, config.block_m), attention_spec(problem, config)
+        def kernels(config: HopperConfig, v_scales: str | None) -> tuple[Kernel, Kernel]:
+            specs = schedule_spec(problem, config.block_m), attention_spec(problem, config, v_scales)
             return runtime.load(specs[0], device), runtime.load(specs[1], device)
 
-        kernels(low)
+        kernels(low, _kinds_of_v_scales(problem)[0])
 
         def run(args: PrefillArgs) -> None:
             if not has_work(args):
@@ -125,7 +139,8 @@ class PrefillHopper(Prefill):
             values = absent | values_of(problem, args)
             tokens, batch = args.q.shape[0], values["batch_size"]
             config = tall[0] if tall and tokens >= configs.HOPPER_TALL_TOKENS * batch else low
-            schedule, attention = kernels(config)
+            v_scales = None if args.v_scale is None else "rows" if args.v_scale.ndim == 2 else "heads"
+            schedule, attention = kernels(config, v_scales)
             check_strides(values, config.block_n)
             values |= _maps(problem, values)
             if args.q_scale is None:
@@ -155,14 +170,18 @@ class PrefillHopper(Prefill):
         everything = features | {"sinks", "split_q"}
         yield Problem("prefill", "bf16", "fp32", rope="ragged", mask=causal, features=everything)
         fp8 = features | {"q_scale", "k_scales", "v_transposed"}
-        scaled, split = fp8 | {"scales", "v_scale"}, fp8 | {"split_q", "rope_prescaled"}
+        scaled, split = fp8 | {"scales", "v_scale"}, fp8 - {"v_transposed"} | {"split_q", "rope_prescaled"}
         yield Problem("prefill", "fp8", "bf16", mask=causal, features=scaled, granularity=576, **usual)
         yield Problem("prefill", "fp8+bf16_rope", "bf16", mask=causal, features=split, **usual)
 
 
+def _kinds_of_v_scales(problem: Problem) -> tuple[str | None, ...]:
+    return ("heads", "rows") if "v_scale" in problem.features else (None,)
+
+
 def _absent() -> dict[str, Any]:
     """Return values for what a call without scales does not bring."""
-    strides = ("v_d", "q_scale", "k_scales", "v_scale", "rope_scales_page", "rope_scales_t")
+    strides = ("q_scale", "k_scales", "v_scale", "rope_scales_page", "rope_scales_t")
     return dict.fromkeys(_SCALES) | {f"stride_{name}": 0 for name in strides}
 
 
@@ -176,11 +195,25 @@ def _maps(problem: Problem, values: dict[str, Any]) -> dict[str, TensorMap]:
         rope = rope[None]
     if rope.numel() == 0:
         rope = rope.new_zeros(1, 1, QK_ROPE_HEAD_DIM)
-    if "v_transposed" in problem.features:
-        v = v.permute(1, 2, 0)
-    tensors = {"q_map": q, "q_rope_map": q if values["q_rope"] is None else values["q_rope"]}
-    tensors |= {"k_map": k, "v_map": v, "rope_map": rope}
-    return {name: TensorMap(tensor) for name, tensor in tensors.items()}
+    maps = {"q_map": TensorMap.of(q), "q_rope_map": TensorMap.of(q if values["q_rope"] is None else values["q_rope"])}
+    maps["v_map"] = TensorMap.of(v.permute(1, 2, 0) if "v_transposed" in problem.features else v)
+    maps["v_chunk_map"] = maps["v_map"]
+    (rows, heads, width), (stride_t, stride_h, _) = k.shape, k.stride()
+    maps["k_map"] = TensorMap(k.data_ptr(), (heads, rows, width), (stride_h, stride_t, 1))
+    maps["rope_map"] = TensorMap.of(rope)
+    if problem.dtypes.startswith("fp8"):
+        maps["k_map"], maps["k_odd_map"] = _every_second_row(maps["k_map"], k.element_size())
+        maps["rope_map"], maps["rope_odd_map"] = _every_second_row(maps["rope_map"], rope.element_size())
+    return maps
+
+
+def _every_second_row(whole: TensorMap, itemsize: int) -> tuple[TensorMap, TensorMap]:
+    """Return maps of the even and of the odd rows; of a single row, the even one stands for the odd."""
+    (outer, rows, width), (stride, stride_t, _) = whole.shape, whole.strides
+    strides = (stride, 2 * stride_t, 1)
+    even = TensorMap(whole.address, (outer, (rows + 1) // 2, width), strides)
+    odd = TensorMap(whole.address + stride_t * itemsize, (outer, rows // 2, width), strides)
+    return even, odd if rows > 1 else even
 
 
 def _counter(args: PrefillArgs) -> torch.Tensor:

@@ -18,7 +18,7 @@ from mla.backends.triton.compiler import KernelSpec
 from mla.target import Availability, device_arch, install_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 #: ``sm_90a``, ``gfx942``, ``cpu``.
 arch_of = device_arch
@@ -60,15 +60,23 @@ def shared_bytes(device: torch.device) -> int:
 
 
 class TensorMap:
-    """A tensor that the copy engine reads: what Triton's launcher takes of a tensor descriptor, without its checks."""
+    """What the copy engine reads, as Triton's launcher takes it of a tensor descriptor; no view of torch is made."""
 
-    __slots__ = ("base", "padding", "shape", "strides")
+    __slots__ = ("address", "base", "padding", "shape", "strides")
 
-    def __init__(self, base: torch.Tensor) -> None:
-        self.base = base
-        self.shape = base.shape
-        self.strides = base.stride()
+    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.address, self.shape, self.strides = address, shape, strides
+        self.base = self  # which the launcher asks for the address
         self.padding = "zero"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMap:
+        """Return the map of a tensor."""
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride())
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element."""
+        return self.address
 
 
 class Kernel:

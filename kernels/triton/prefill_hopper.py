@@ -1,34 +1,40 @@
 """Prefill for sm_90 in Gluon, Triton's lower-level language: warps of different roles, persistent over the items.
 
-Computes what ``prefill.py`` computes, for 192 x 128 without biases and soft-cap: in 16 bits, or in fp8 with values that
-lie as columns (V^T). The functions of the mask (mask_visible, mask_tile_class) are put in front of this text
-(``backends/triton/compiler.py``).
+Computes what ``prefill.py`` computes, for 192 x 128 without biases and soft-cap, in 16 bits and in fp8. The mask's
+functions (mask_visible, mask_tile_class) are put in front of this text (``backends/triton/compiler.py``).
 
     CTA (one an SM): BLOCK_M query rows of one head, keys in tiles of BLOCK_N = 128
     2 or 3 x 4 warps    consumers of 64 rows     S = Q K^T by wgmma from shared memory, softmax and O in registers,
                                                  O += P V with P from registers
-    4 warps             producer                 Q, K, V and rope by TMA; by cp.async what TMA cannot: see below
+    4 warps, in fp8 1   producer                 Q, K, V and rope by TMA; in 16 bits rope rows by cp.async, see below
+    in fp8 2 warps      maker                    factors of keys; what else does not lie in memory as wgmma wants it
 
     shared memory            in 16 bits                  full (arrivals)     empty (arrivals)
     s_q, s_q_rope, s_item    BLOCK_M x 192 x 2, numbers  1 + bytes           one a consumer, after its last Q K^T
-    s_k, s_rope, s_tile,     stages x 128 x 192 x 2,     1 + 128 + bytes     one a consumer
-    s_scales                 in fp8 3 x 128 x 4 more
-    s_v                      stages x 128 x 128 x 2      1 + bytes           one a consumer
+    s_k, s_rope, s_tile,     stages x 128 x 192 x 2,     1 + 128 + bytes,    one a consumer
+    s_factors, s_numbers     in fp8 3 x 128 x 4 more     in fp8 2 + bytes
+    s_v                      stages x 128 x 128 x 2      1 + bytes           one a consumer; in fp8 with its keys
+    s_raw                    in fp8 V as it comes        1 + bytes           (the maker's own)
+    s_job                    stages x 8 numbers, fp8     1                   with the keys
 
 The producer alone knows the schedule, the mask's classes of tiles and the page table. It finds the next item and loads
 its first tiles while the consumers finish the one before; the item's numbers go with its queries, and beside each tile
 of keys stands a word: its number, which consumers want it and have to mask it, and whether it is the item's last. A
 CTA's first item is its own number, every further one comes from a counter in global memory: the list goes from long to
-short, so the CTAs end together. Values come behind the next tile's keys.
+short, so the CTAs end together. In 16 bits values come behind the next tile's keys.
 
-Rope rows come in boxes of gcd(page size, BLOCK_N) rows, at least 8, where the first key lies at the beginning of one;
-else row by row. Columns of bytes that do not begin at a multiple of 16 come word by word. What lies behind the last key
-is hidden by select in the scores, and in the values overwritten with zeros by the consumers. What generic stores and
-cp.async have written meets wgmma behind a proxy fence. Each arrival is one thread's, behind a barrier of its warpgroup.
+Rope rows come in boxes of gcd(page size, BLOCK_N) rows, at least 8 (fp8: 16), where the first key lies at the beginning
+of one; else row by row. What lies behind the last key is hidden by select in the scores, and in the values overwritten
+with zeros by the consumers. What generic stores and cp.async have written meets wgmma behind a proxy fence. Each
+arrival is one thread's, behind a barrier of its partition's warps.
 
-In fp8 the scales of keys, of their rope and of values stand beside a tile. Scores are scaled in float32 before their
-maxima; weights are multiplied by 2^8 before they are rounded; each tile's O is added in float32, for tensor cores cut
-sums of fp8 products off. Measured on an H200: docs/perf-log.md.
+In fp8 keys lie in the order that ``hopper_loads.py`` tells. Where one scale serves all keys of a tile, it goes to the
+factor in the exponent; else scores are multiplied in float32 before their maxima. Weights are multiplied by 2^8 before
+they are rounded; each tile's O is added in float32, for tensor cores cut sums of fp8 products off. Keys and values
+share a ring, for each arrival costs a consumer a barrier of its warps. A single warp issues an instruction every few
+cycles, so the producer sends the numbers of each tile on, and two more warps work out scales, copy rope rows and turn
+values that lie as rows, or as columns that begin at any key, into what the second product wants. Measured on an H200:
+docs/perf-log.md.
 """
 
 from triton.experimental import gluon
@@ -37,30 +43,38 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language import debug_barrier
 
-from .prefill import HIDDEN, LN2, LOG2E, SCAN, SLOT_FIELDS, V_SCALE_OF_ROWS, VISIBLE, _class, _sequence
+from .hopper_loads import (
+    CHUNK,
+    COMMON,
+    FACTOR,
+    FACTORS,
+    JOB_FIELDS,
+    NOPE_FACTOR,
+    NUMBERS,
+    UNIT,
+    VALUE_FACTOR,
+    copy_rope,
+    field_of,
+    load_rows,
+    maker,
+    send_job,
+    tma_load,
+)
+from .hopper_tiles import as_e4m3, by_key, by_line, halves, in_lane, in_order, turn_rows, whole, zero_columns, zero_rows
+from .prefill import HIDDEN, LN2, LOG2E, SCAN, SLOT_FIELDS, VISIBLE, _class, _sequence
 
-# Both were renamed after Triton 3.6.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-row_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 ROWS = gl.constexpr(64)  # of a consumer
-PIECE = gl.constexpr(32)  # rows that the producer copies at a time where the copy engine cannot
-PRODUCER_THREADS = gl.constexpr(128)
+PRODUCER_WARPS = gl.constexpr(4)  # in 16 bits; in fp8 one, and two that make what it cannot load
 ITEM_FIELDS = gl.constexpr(8)
-# Scales beside a tile of fp8 keys: of keys, of their rope, of values.
-K_SCALE = gl.constexpr(0)
-ROPE_SCALE = gl.constexpr(1)
-V_SCALE = gl.constexpr(2)
-SCALES = gl.constexpr(3)
 # Weights of fp8 values count in 2^-WEIGHT_BITS.
 WEIGHT_BITS = gl.constexpr(8)
-# Where a column of bytes may begin for the copy engine.
-COLUMN_ALIGNMENT = gl.constexpr(16)
+# Columns of scores that are masked at a time.
+MASKED_COLUMNS = gl.constexpr(16)
 # The word beside a tile of keys: the first two are a bit for each consumer; from TILE_SHIFT on the tile's number.
 MASKED = gl.constexpr(1)
 WANTED = gl.constexpr(8)
@@ -70,98 +84,39 @@ TILE_SHIFT = gl.constexpr(7)
 
 @gluon.jit
 def _skip_hidden(n, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N: gl.constexpr):
-    """Return the first tile from n on that is not wholly hidden."""
+    """Return the first tile from n on that is not wholly hidden, and its class."""
     kind = _class(n, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N)
     while (kind == HIDDEN) & (n < n_tiles):
-        ahead = n + gl.arange(0, SCAN, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        ahead = n + gl.arange(0, SCAN, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         kinds = _class(ahead, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N)
         n = gl.min(gl.where((kinds == HIDDEN) & (ahead < n_tiles), n + SCAN, ahead), 0)
         kind = _class(n, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N)
-    return n
-
-
-@gluon.jit
-def _copy_columns(s_v, v, h, row, count, stride_v_h, stride_v_d):
-    """Copy a tile of values that lie as columns of bytes and begin at any row, in words; garbage behind `count`."""
-    V: gl.constexpr = s_v.shape[1]
-    WORDS: gl.constexpr = s_v.shape[2] // 4
-    by_word: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    offs_d = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_word))
-    offs_w = gl.arange(0, WORDS, layout=gl.SliceLayout(0, by_word))
-    pieces = s_v._reinterpret(gl.int32, [V // PIECE, PIECE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
-    # A word of the tile lies in two of memory; those without a value of this sequence may lie behind the end.
-    first = row // 4 + offs_w
-    end = row + count
-    shift = row % 4 * 8
-    at = v + h.to(gl.int64) * (stride_v_h // 4) + offs_d.to(gl.int64)[:, None] * (stride_v_d // 4) + first[None, :]
-    for piece in range(gl.where(count > 0, V // PIECE, 0)):  # always the former; unrolled it would take many registers
-        low = gl.load(at, mask=(first * 4 < end)[None, :], other=0)
-        high = gl.load(at + 1, mask=(first * 4 + 4 < end)[None, :], other=0)
-        both = (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
-        pieces.index(piece).store((both >> shift).to(gl.int32))
-        at += PIECE * (stride_v_d // 4).to(gl.int64)
-    fence_async_shared()
-    debug_barrier()
-
-
-@gluon.jit
-def _copy_scales(
-    s_scales, slot, scales, table, b, position, row, count, flags,
-    ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, ROPE_FP8: gl.constexpr, HAS_V_SCALE: gl.constexpr,
-):  # fmt: skip
-    """Copy the scales of the first `count` keys of a tile, which begins at `row` of k and at `position`."""
-    _, k_scales, v_scale, rope_scales, _, stride_k_scales, stride_v_scale, stride_page, stride_t = scales
-    n = gl.arange(0, s_scales.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
-    inside = n < count
-    at = (row + n).to(gl.int64)
-    row_load(s_scales.index(slot * SCALES + K_SCALE), k_scales + at * stride_k_scales, mask=inside)
-    if ROPE_FP8:
-        if ROPE == "paged":
-            page = gl.load(table + (position + n) // PAGE_SIZE, mask=inside, other=0)
-            source = page.to(gl.int64) * stride_page + (position + n) % PAGE_SIZE * stride_t
-        elif ROPE == "batched":
-            source = b.to(gl.int64) * stride_page + (position + n).to(gl.int64) * stride_t
-        else:
-            source = at * stride_t
-        row_load(s_scales.index(slot * SCALES + ROPE_SCALE), rope_scales + source, mask=inside)
-    if HAS_V_SCALE:
-        inside &= (flags & V_SCALE_OF_ROWS) != 0
-        row_load(s_scales.index(slot * SCALES + V_SCALE), v_scale + at * stride_v_scale, mask=inside)
-
-
-@gluon.jit
-def _copy_rope(s_rope, rope, table, position, count, stride_rope_page, stride_rope_t, PAGE_SIZE: gl.constexpr):
-    """Copy the first `count` rope rows of a tile, its first key at `position`, one by one."""
-    BLOCK_N: gl.constexpr = s_rope.shape[0]
-    ROPE_DIM: gl.constexpr = s_rope.shape[1]
-    BYTES: gl.constexpr = s_rope.dtype.primitive_bitwidth // 8
-    by_row: gl.constexpr = gl.BlockedLayout([1, 16 // BYTES], [8 // BYTES, 4 * BYTES], [4, 1], [1, 0])
-    offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))
-    offs_rope = gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, by_row))
-    pieces = s_rope._reinterpret(s_rope.dtype, [BLOCK_N // PIECE, PIECE, ROPE_DIM], s_rope.layout)
-    for piece in range(BLOCK_N // PIECE):
-        n = piece * PIECE + offs_n
-        inside = n < count
-        page = gl.load(table + (position + n) // PAGE_SIZE, mask=inside, other=0)
-        row = page.to(gl.int64) * stride_rope_page + ((position + n) % PAGE_SIZE) * stride_rope_t
-        row_load(pieces.index(piece), rope + row[:, None] + offs_rope[None, :], mask=inside[:, None])
+    return n, kind
 
 
 @gluon.jit
 def _producer(
-    tiles, barriers, maps, columns, pages, index, slots, counter, captures, scales, items, batch_size, num_heads,
-    flags, rope_length,
-    FP8: gl.constexpr, ROPE_FP8: gl.constexpr, HAS_V_SCALE: gl.constexpr, PAGED: gl.constexpr, BATCHED: gl.constexpr,
-    CSR: gl.constexpr, SPLIT_Q: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, L2_BYTES: gl.constexpr,
+    load,
+    ROPE: gl.constexpr, CSR: gl.constexpr, SPLIT_Q: gl.constexpr, V_COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr, L2_BYTES: gl.constexpr,
 ):  # fmt: skip
-    s_item, s_tile, s_scales, s_q, s_q_rope, s_k, s_rope, s_v = tiles
+    (
+        tiles, jobs, barriers, maps, pages, index, slots, counter, captures, items, batch_size, num_heads, flags,
+        rope_length,
+    ) = load  # fmt: skip
+    s_item, s_tile, _, _, s_q, s_q_rope, s_k, s_rope, s_v = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_map, q_rope_map, k_map, v_map, rope_map = maps
+    q_map, q_rope_map, k_map, k_odd_map, v_map, rope_map, rope_odd_map = maps
     cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths = index
+    s_job, job_full = jobs
     c0, c1, c2, c3 = captures
     rope, page_table, page_indptr, stride_rope_page, stride_rope_t, stride_table = pages
-    v, stride_v_h, stride_v_d = columns
+    PAGED: gl.constexpr = ROPE == "paged"
+    BATCHED: gl.constexpr = ROPE == "batched"
+    FP8: gl.constexpr = s_k.dtype.is_fp8()
+    STAGES_K: gl.constexpr = s_k.shape[0]
+    STAGES_V: gl.constexpr = s_v.shape[0]
+    BLOCK_N: gl.constexpr = s_k.shape[2]
     NOPE: gl.constexpr = s_k.shape[3]
     V: gl.constexpr = s_v.shape[2] if FP8 else s_v.shape[3]
     ROPE_DIM: gl.constexpr = s_rope.shape[2]
@@ -170,10 +125,12 @@ def _producer(
     K_BYTES: gl.constexpr = NOPE * (s_k.dtype.primitive_bitwidth // 8)
     Q_BYTES: gl.constexpr = K_BYTES + ROPE_DIM * (s_rope.dtype.primitive_bitwidth // 8)
     V_BYTES: gl.constexpr = V * (s_v.dtype.primitive_bitwidth // 8)
-    ROPE: gl.constexpr = "paged" if PAGED else ("batched" if BATCHED else "ragged")
     BOXES: gl.constexpr = BLOCK_N // BOX
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    s_boxes = s_rope._reinterpret(s_rope.dtype, [STAGES_K * BOXES, 1, BOX, ROPE_DIM], rope_map.layout)
+    HALVES: gl.constexpr = 2 if FP8 else 1
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    box: gl.constexpr = [STAGES_K * BOXES * HALVES, 1, BOX // HALVES, ROPE_DIM]
+    s_boxes = s_rope._reinterpret(s_rope.dtype, box, rope_map.layout)
+    s_halves = s_k._reinterpret(s_k.dtype, [STAGES_K * HALVES, 1, BLOCK_N // HALVES, NOPE], k_map.layout)
     step = items * 0
     step_v = items * 0
     turn = items * 0
@@ -213,30 +170,43 @@ def _producer(
             table += b.to(gl.int64) * stride_table
         in_boxes = (offset % BOX == 0) & (PAGE_SIZE % BOX == 0) if PAGED else offset == offset
 
-        n = _skip_hidden(items * 0, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
+        n, kind = _skip_hidden(items * 0, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
         following = item + gl.num_programs(0)
         waiting = n * 0 + 1
-        held = n * 0 - 1  # the tile whose values come behind the next keys
+        held = n * 0 - 1  # the tile whose values come, or are made, beside the next keys
         while (n < n_tiles) | (waiting > 0) | (held >= 0):
             j = n * BLOCK_N
             after = n
+            next_kind = kind
             if n < n_tiles:
-                after = _skip_hidden(n + 1, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
+                after, next_kind = _skip_hidden(
+                    n + 1, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N
+                )  # fmt: skip
                 word = n << TILE_SHIFT
                 for part in gl.static_range(CONSUMERS):
                     lo = q_lo + part * ROWS
-                    hi = gl.minimum(lo + ROWS - 1, q_hi)
-                    own = _class(n, b, h, lo, hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N)
+                    own = kind
+                    if kind != VISIBLE:
+                        hi = gl.minimum(lo + ROWS - 1, q_hi)
+                        own = _class(n, b, h, lo, hi, offset, n_keys, c0, c1, c2, c3, mask_tile_class, 0, BLOCK_N)
                     word |= gl.where(own == VISIBLE, 0, MASKED << part)
                     word |= gl.where((own != HIDDEN) & (lo <= q_hi), WANTED << part, 0)
                 word |= gl.where(after < n_tiles, 0, LAST)
                 slot = step % STAGES_K
+                full = k_full.index(slot)
                 mbarrier.wait(k_empty.index(slot), (step // STAGES_K & 1) ^ 1)
                 s_tile.index(slot).store(gl.full([1], 0, gl.int32, layout=one) + word)
+                if FP8:
+                    send_job(s_job.index(slot), k_row + j, offset + j, n_keys - j, b, h, gl.where(in_boxes, 0, 1))
                 debug_barrier()
-                mbarrier.expect(k_full.index(slot), BLOCK_N * Q_BYTES, pred=in_boxes)
-                mbarrier.expect(k_full.index(slot), BLOCK_N * K_BYTES, pred=not in_boxes)
-                tma_load(k_map, [k_row + j, h, 0], k_full.index(slot), s_k.index(slot))
+                if FP8:
+                    mbarrier.arrive(job_full.index(slot))
+                mbarrier.expect(full, BLOCK_N * Q_BYTES, pred=in_boxes)
+                mbarrier.expect(full, BLOCK_N * K_BYTES, pred=not in_boxes)
+                if FP8:
+                    load_rows(k_map, k_odd_map, s_halves, slot * HALVES, 1, h, k_row + j, full)
+                else:
+                    tma_load(k_map, [h, k_row + j, 0], full, s_halves.index(slot))
                 if in_boxes:
                     for i in gl.static_range(BOXES):
                         if PAGED:
@@ -247,18 +217,21 @@ def _producer(
                         else:
                             page = b if BATCHED else b * 0
                             row = (offset if BATCHED else k_row) + j
-                        tma_load(rope_map, [page, row, 0], k_full.index(slot), s_boxes.index(slot * BOXES + i))
-                elif PAGED:
-                    _copy_rope(
+                        box_slot = slot * BOXES * HALVES + i
+                        if FP8:
+                            load_rows(rope_map, rope_odd_map, s_boxes, box_slot, BOXES, page, row, full)
+                        else:
+                            tma_load(rope_map, [page, row, 0], full, s_boxes.index(box_slot))
+                elif PAGED and not FP8:
+                    copy_rope(
                         s_rope.index(slot), rope, table, offset + j, n_keys - j, stride_rope_page, stride_rope_t,
-                        PAGE_SIZE,
+                        PAGE_SIZE, HALVES,
                     )  # fmt: skip
-                if FP8:
-                    _copy_scales(
-                        s_scales, slot, scales, table, b, offset + j, k_row + j, n_keys - j, flags,
-                        ROPE, PAGE_SIZE, ROPE_FP8, HAS_V_SCALE,
-                    )  # fmt: skip
-                async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
+                if not FP8:
+                    async_copy.mbarrier_arrive(full, increment_count=False)
+                if FP8 and V_COLUMNS and k_row % CHUNK == 0:
+                    mbarrier.expect(v_full.index(slot), BLOCK_N * V_BYTES)
+                    tma_load(v_map, [h, 0, k_row + j], v_full.index(slot), s_v.index(slot))
                 step += 1
             if waiting > 0:
                 # The item's numbers and its queries. An item without visible keys says that it has none.
@@ -273,20 +246,11 @@ def _producer(
                     row = q_row + m_first + part * ROWS
                     tma_load(q_map, [row, h, 0], q_full.index(0), s_q.index(part))
                     tma_load(q_rope_map, [row, h, 0 if SPLIT_Q else NOPE], q_full.index(0), s_q_rope.index(part))
-            if held >= 0:
+            if not FP8 and held >= 0:
                 slot = step_v % STAGES_V
-                row = k_row + held * BLOCK_N
                 mbarrier.wait(v_empty.index(slot), (step_v // STAGES_V & 1) ^ 1)
-                if not FP8:
-                    mbarrier.expect(v_full.index(slot), BLOCK_N * V_BYTES)
-                    tma_load(v_map, [row, h, 0], v_full.index(slot), s_v.index(slot))
-                else:
-                    if row % COLUMN_ALIGNMENT == 0:
-                        mbarrier.expect(v_full.index(slot), BLOCK_N * V_BYTES)
-                        tma_load(v_map, [h, 0, row], v_full.index(slot), s_v.index(slot))
-                    else:
-                        _copy_columns(s_v.index(slot), v, h, row, n_keys - held * BLOCK_N, stride_v_h, stride_v_d)
-                        mbarrier.arrive(v_full.index(slot))
+                mbarrier.expect(v_full.index(slot), BLOCK_N * V_BYTES)
+                tma_load(v_map, [k_row + held * BLOCK_N, h, 0], v_full.index(slot), s_v.index(slot))
                 step_v += 1
             if waiting > 0:
                 waiting -= 1
@@ -294,64 +258,71 @@ def _producer(
                     following = gl.num_programs(0) + gl.atomic_add(counter, 1)
             held = gl.where(n < n_tiles, n, -1)
             n = after
+            kind = next_kind
         turn += 1
         item = following
     mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
     s_item.store(gl.full([ITEM_FIELDS], 0, gl.int32, layout=one))
     debug_barrier()
     mbarrier.arrive(q_full.index(0))
-    async_copy.wait_group(0)
-
-
-@gluon.jit
-def _field(numbers, field, index: gl.constexpr):
-    return gl.sum(gl.where(field == index, numbers, 0), 0)
+    if FP8:
+        slot = step % STAGES_K
+        mbarrier.wait(k_empty.index(slot), (step // STAGES_K & 1) ^ 1)
+        send_job(s_job.index(slot), step, step, step * 0, step, step, step)
+        debug_barrier()
+        mbarrier.arrive(job_full.index(slot))
+    else:
+        async_copy.wait_group(0)
 
 
 @gluon.jit
 def _receive_item(s_item, q_full, turn):
-    """Return the numbers of the next item as `_send_item` wrote them."""
+    """Return the numbers of the next item as the producer wrote them."""
     # Every thread holds all the numbers, so that picking one costs no shuffle.
     everywhere: gl.constexpr = gl.BlockedLayout([ITEM_FIELDS], [32], [4], [0])
     field = gl.arange(0, ITEM_FIELDS, layout=everywhere)
     mbarrier.wait(q_full.index(0), turn & 1)
     numbers = s_item.load(everywhere)
     return (
-        _field(numbers, field, 0), _field(numbers, field, 1), _field(numbers, field, 2), _field(numbers, field, 3),
-        _field(numbers, field, 4), _field(numbers, field, 5), _field(numbers, field, 6),
+        field_of(numbers, field, 0), field_of(numbers, field, 1), field_of(numbers, field, 2),
+        field_of(numbers, field, 3), field_of(numbers, field, 4), field_of(numbers, field, 5),
+        field_of(numbers, field, 6),
     )  # fmt: skip
 
 
 @gluon.jit
-def _zero_values(s_v, count, TRANSPOSED: gl.constexpr):
-    """Write zeros behind the first `count` values of a tile: zero times NaN is NaN. All consumers write the same."""
-    WIDTH: gl.constexpr = 16 * 8 // s_v.dtype.primitive_bitwidth
-    by_row: gl.constexpr = gl.BlockedLayout([1, WIDTH], [WIDTH // 4, 128 // WIDTH], [4, 1], [1, 0])
-    offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))[:, None]
-    for piece in gl.static_range(s_v.shape[0] // PIECE):
-        if TRANSPOSED:
-            inside = gl.arange(0, s_v.shape[1], layout=gl.SliceLayout(0, by_row))[None, :] < count
-        else:
-            inside = piece * PIECE + offs_n < count
-        part = s_v.slice(piece * PIECE, PIECE, 0)
-        part.store(gl.where(inside, part.load(by_row), 0.0))
-    fence_async_shared()
-    debug_barrier()
+def _hide(s, b, h, q, offset, first, n_keys, c0, c1, c2, c3):
+    """Hide scores by select. A few columns at a time: answers of the mask that wait do not fit into predicates."""
+    layout: gl.constexpr = s.type.layout
+    if s.shape[1] > MASKED_COLUMNS:
+        left, right = halves(s)
+        left = _hide(left, b, h, q, offset, first, n_keys, c0, c1, c2, c3)
+        right = _hide(right, b, h, q, offset, first + s.shape[1] // 2, n_keys, c0, c1, c2, c3)
+        hidden = whole(left, right, layout)
+    else:
+        row = gl.convert_layout(q, gl.SliceLayout(1, layout))[:, None]
+        col = in_order(first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout)))[None, :]
+        s = gl.where(col < n_keys, s, float("-inf"))
+        hidden = in_order(gl.where(mask_visible(b, h, row, offset + col, c0, c1, c2, c3), s, float("-inf")))
+    return hidden
 
 
 @gluon.jit
 def _consumer(
-    WARPGROUP: gl.constexpr,
-    tiles, barriers, outputs, sinks, scales, captures, flags, scale,
-    FP8: gl.constexpr, ROPE_FP8: gl.constexpr, PRESCALED: gl.constexpr, HAS_V_SCALE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    WARPGROUP: gl.constexpr, work,
+    PRESCALED: gl.constexpr, V_SCALES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    s_item, s_tile, s_scales, s_q, s_q_rope, s_k, s_rope, s_v = tiles
+    tiles, barriers, outputs, sinks, scales, captures, scale = work
+    s_item, s_tile, s_factors, s_numbers, s_q, s_q_rope, s_k, s_rope, s_v = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     c0, c1, c2, c3 = captures
     output, lse, stride_output_t, stride_output_h, stride_lse_t, stride_lse_h = outputs
     q_scale, _, v_scale, _, stride_q_scale, _, stride_v_scale, _, _ = scales
+    FP8: gl.constexpr = s_k.dtype.is_fp8()
+    ROPE_FP8: gl.constexpr = s_rope.dtype.is_fp8()
+    STAGES_K: gl.constexpr = s_k.shape[0]
+    STAGES_V: gl.constexpr = s_v.shape[0]
+    BLOCK_N: gl.constexpr = s_k.shape[2]
     NOPE: gl.constexpr = s_q.shape[3]
     ROPE_DIM: gl.constexpr = s_q_rope.shape[3]
     V: gl.constexpr = s_v.shape[2] if FP8 else s_v.shape[3]
@@ -360,9 +331,15 @@ def _consumer(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     rope_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if ROPE_FP8 else 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, DEPTH])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
-    by_key: gl.constexpr = gl.SliceLayout(0, scores)
-    cols = gl.arange(0, BLOCK_N, layout=by_key)
+    # Of fp8 scores by key: how the second product wants weights.
+    by_keys: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [ROWS, BLOCK_N],
+    )  # fmt: skip
+    keyed: gl.constexpr = by_keys if FP8 else scores
+    of_rows: gl.constexpr = gl.SliceLayout(1, keyed)
+    rows = gl.arange(0, ROWS, layout=of_rows)
+    of_keys: gl.constexpr = gl.SliceLayout(0, keyed)
     # A lane's columns lie together: 16 bytes a store of 16-bit elements.
     wide: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -372,8 +349,6 @@ def _consumer(
     out_d = gl.arange(0, V, layout=gl.SliceLayout(0, wide))
     first = WARPGROUP * ROWS
     factor = scale * LOG2E
-    if FP8:
-        v_scale_of_rows = HAS_V_SCALE and (flags & V_SCALE_OF_ROWS) != 0
     q_tile = s_q.index(WARPGROUP).reshape([ROWS, NOPE])
     q_rope_tile = s_q_rope.index(WARPGROUP).reshape([ROWS, ROPE_DIM])
     turn = gl.program_id(0) * 0
@@ -384,97 +359,136 @@ def _consumer(
         debug_barrier()
         mbarrier.arrive(q_empty.index(0), pred=n_keys == 0)
         if FP8:
-            # Maxima are taken before the scale: a negative one turns the scores.
+            # Maxima are taken before the scale: rows of queries with a negative one are turned.
             q_factor = gl.load(
                 q_scale + (t_first + first + rows).to(gl.int64) * stride_q_scale, mask=first + rows < count, other=0.0
             )
             signed = (q_factor if ROPE_FP8 or PRESCALED else q_factor * 0.0 + 1.0) * factor
-            turned = gl.min(signed, 0) < 0.0
+            if gl.min(signed, 0) < 0.0:
+                turn_rows(q_tile, signed < 0.0)
+                turn_rows(q_rope_tile, signed < 0.0)
             row_factor = gl.maximum(gl.abs(signed), 1e-30)
-        m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
-        l_i = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, scores))
+        m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=of_rows)
+        l_i = gl.full([ROWS], 0.0, gl.float32, layout=of_rows)
+        if FP8:
+            # Each lane sums its own keys up.
+            lane_sums = in_lane(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=keyed), "sum")
+            by_lane: gl.constexpr = gl.SliceLayout(1, lane_sums.type.layout)
         acc = gl.full([ROWS, V], 0.0, gl.float32, layout=values)
         more = n_keys > 0
         while more:
             slot = step % STAGES_K
             mbarrier.wait(k_full.index(slot), step // STAGES_K & 1)
-            fence_async_shared()
+            if FP8:
+                # Both now, and both released at once behind the last product: each change costs a barrier of warps.
+                mbarrier.wait(v_full.index(step % STAGES_V), step // STAGES_V & 1)
+            else:
+                fence_async_shared()
             word = gl.sum(s_tile.index(slot).load(one), 0)
             wanted = (word & (WANTED << WARPGROUP)) != 0
             slot_v = step % STAGES_V if STAGES_V > 1 else word >> 30
             if wanted:
                 zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=scores)
                 keys = s_k.index(slot).reshape([BLOCK_N, NOPE]).permute((1, 0))
-                s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
                 ropes = s_rope.index(slot).permute((1, 0))
-                if PRESCALED:
-                    # One sum of products of two widths; the layouts differ by name alone.
-                    s = gl.convert_layout(warpgroup_mma_wait(0, deps=[s]), rope_scores)
-                    s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
-                    s = gl.convert_layout(warpgroup_mma_wait(0, deps=[s]), scores)
-                elif FP8:
-                    zero_r = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=rope_scores)
-                    s_r = warpgroup_mma(q_rope_tile, ropes, zero_r, use_acc=False, is_async=True)
-                    s, s_r = warpgroup_mma_wait(0, deps=[s, s_r])
-                    s_r = gl.convert_layout(s_r, scores)
-                else:
+                if not FP8:
+                    s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
                     s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
                     s = warpgroup_mma_wait(0, deps=[s])
-                if FP8:
-                    s = s * s_scales.index(slot * SCALES + K_SCALE).load(by_key)[None, :]
+                else:
+                    common = gl.sum(s_numbers.index(slot * NUMBERS + COMMON).load(one), 0)
+                    tile_factor = row_factor * gl.where(common > 0.0, common, 1.0)
+                    factors = s_factors.index(slot * FACTORS + FACTOR)
                     if ROPE_FP8:
-                        s += s_r * s_scales.index(slot * SCALES + ROPE_SCALE).load(by_key)[None, :]
-                    elif not PRESCALED:
-                        s = s * q_factor[:, None] + s_r
-                    if turned:
-                        s = gl.where(signed < 0.0, -1.0, 1.0)[:, None] * s
-                if not (FP8 and HAS_V_SCALE):
+                        if common > 0.0:
+                            s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
+                            s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
+                            s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
+                        else:
+                            # The stage anew: ptxas took descriptors that only the other branch had made.
+                            again = in_order(slot)
+                            keys = s_k.index(again).reshape([BLOCK_N, NOPE]).permute((1, 0))
+                            s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
+                            s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
+                            s = s * s_factors.index(slot * FACTORS + NOPE_FACTOR).load(of_keys)[None, :]
+                            ropes = s_rope.index(again).permute((1, 0))
+                            s = warpgroup_mma(q_rope_tile, ropes, by_line(s, scores), is_async=True)
+                            s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
+                            s = s * factors.load(of_keys)[None, :]
+                    elif PRESCALED:
+                        s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
+                        # One sum of products of two widths; the layouts differ by name alone.
+                        s = gl.convert_layout(warpgroup_mma_wait(0, deps=[s]), rope_scores)
+                        s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
+                        s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
+                        if common == 0.0:
+                            s = s * factors.load(of_keys)[None, :]
+                    else:
+                        s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
+                        s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
+                        s = s * factors.load(of_keys)[None, :] * q_factor[:, None]
+                        s = warpgroup_mma(q_rope_tile, ropes, by_line(s, rope_scores), is_async=True)
+                        s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
+                        tile_factor = row_factor
+                if not FP8:
                     debug_barrier()
                     mbarrier.arrive(k_empty.index(slot))
-                mbarrier.arrive(q_empty.index(0), pred=(word & LAST) != 0)
+                    mbarrier.arrive(q_empty.index(0), pred=(word & LAST) != 0)
 
                 if (word & (MASKED << WARPGROUP)) != 0:
-                    col = (word >> TILE_SHIFT) * BLOCK_N + cols
-                    seen = mask_visible(b, h, (lo + rows)[:, None], (offset + col)[None, :], c0, c1, c2, c3)
-                    s = gl.where(seen & (col < n_keys)[None, :], s, float("-inf"))
+                    s = _hide(s, b, h, lo + rows, offset, (word >> TILE_SHIFT) * BLOCK_N, n_keys, c0, c1, c2, c3)
                 if FP8:
-                    m_new = gl.maximum(m_i, gl.max(s, 1) * row_factor)
+                    largest = gl.convert_layout(gl.max(in_lane(s, "max"), 1), of_rows)
+                    m_new = gl.maximum(m_i, largest * tile_factor)
                     base = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    p = gl.exp2(s * row_factor[:, None] - (base - WEIGHT_BITS)[:, None])
+                    correction = gl.exp2(m_i - base)
+                    p = gl.exp2(s * tile_factor[:, None] - (base - WEIGHT_BITS)[:, None])
+                    lane_sums = lane_sums * gl.convert_layout(correction, by_lane)[:, None] + in_lane(p, "sum")
                 else:
                     m_new = gl.maximum(m_i, gl.max(s, 1) * factor)
                     base = gl.where(m_new == float("-inf"), 0.0, m_new)
                     p = gl.exp2(s * factor - base[:, None])
-                correction = gl.exp2(m_i - base)
-                l_i = l_i * correction + gl.sum(p, 1)
+                    correction = gl.exp2(m_i - base)
+                    l_i = l_i * correction + gl.sum(p, 1)
                 m_i = m_new
-                acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, values))[:, None]
-                unit = 1.0
-                if FP8 and HAS_V_SCALE:
-                    if v_scale_of_rows:
-                        # A value's scale goes to its weight, in units of the tile's largest.
-                        v_scales = s_scales.index(slot * SCALES + V_SCALE).load(by_key)
-                        largest = gl.max(gl.abs(v_scales), 0)
-                        unit = gl.where(largest == 0.0, 1.0, largest)
-                        p = p * (v_scales / unit)[None, :]
-                    debug_barrier()
-                    mbarrier.arrive(k_empty.index(slot))
-                weights = gl.convert_layout(p.to(s_v.dtype), gl.DotOperandLayout(0, values, 4 if FP8 else 2))
+                rescale = gl.convert_layout(correction, gl.SliceLayout(1, values))
+                if V_SCALES == "rows":
+                    # A value's scale goes to its weight, in units of the tile's largest.
+                    p = p * s_factors.index(slot * FACTORS + VALUE_FACTOR).load(of_keys)[None, :]
+                    unit = gl.sum(s_numbers.index(slot * NUMBERS + UNIT).load(one), 0)
+                p = as_e4m3(p) if FP8 else p.to(s_v.dtype)
+                weights = gl.convert_layout(p, gl.DotOperandLayout(0, values, 4 if FP8 else 2))
 
-                mbarrier.wait(v_full.index(slot_v), step // STAGES_V & 1)
+                if not FP8:
+                    mbarrier.wait(v_full.index(slot_v), step // STAGES_V & 1)
                 tile = s_v.index(slot_v).reshape([V, BLOCK_N] if FP8 else [BLOCK_N, V])
                 if (word >> TILE_SHIFT) * BLOCK_N + BLOCK_N > n_keys:
-                    _zero_values(tile, n_keys - (word >> TILE_SHIFT) * BLOCK_N, FP8)
+                    if FP8:
+                        zero_columns(tile, n_keys - (word >> TILE_SHIFT) * BLOCK_N)
+                    else:
+                        zero_rows(tile, n_keys - (word >> TILE_SHIFT) * BLOCK_N)
                 if FP8:
                     # A product of its own: tensor cores cut sums of fp8 products off, which long rows would pay for.
                     none = gl.full([ROWS, V], 0.0, gl.float32, layout=values)
                     product = warpgroup_mma(weights, tile.permute((1, 0)), none, use_acc=False, is_async=True)
-                    acc += warpgroup_mma_wait(0, deps=[product]) * unit
+                    product = warpgroup_mma_wait(0, deps=[product])
+                    debug_barrier()
+                    mbarrier.arrive(k_empty.index(slot))
+                    if (word & LAST) != 0:
+                        mbarrier.arrive(q_empty.index(0))
+                    if V_SCALES == "rows":
+                        product = product * unit
+                    acc = acc * rescale[:, None] + product
                 else:
-                    acc = warpgroup_mma(weights, tile, acc, is_async=True)
+                    acc = warpgroup_mma(weights, tile, acc * rescale[:, None], is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[acc])
+                    debug_barrier()
+                    mbarrier.arrive(v_empty.index(slot_v))
+            elif FP8:
                 debug_barrier()
-                mbarrier.arrive(v_empty.index(slot_v))
+                mbarrier.arrive(k_empty.index(slot))
+                if (word & LAST) != 0:
+                    mbarrier.arrive(q_empty.index(0))
             else:
                 debug_barrier()
                 mbarrier.arrive(k_empty.index(slot))
@@ -485,6 +499,8 @@ def _consumer(
             more = (word & LAST) == 0
             step += 1
 
+        if FP8:
+            l_i = gl.convert_layout(gl.sum(lane_sums, 1), of_rows)
         if HAS_SINKS:
             sink = gl.load(sinks + h) * LOG2E
             m_new = gl.maximum(m_i, sink)
@@ -495,8 +511,8 @@ def _consumer(
             m_i = m_new
         empty = l_i == 0.0
         inverse = gl.where(empty, 0.0, 1.0 / l_i)
-        if FP8 and HAS_V_SCALE:
-            inverse *= gl.load(v_scale + h * stride_v_scale, mask=not v_scale_of_rows, other=1.0)
+        if V_SCALES == "heads":
+            inverse *= gl.load(v_scale + h * stride_v_scale)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, values))[:, None]
         at_output = output + h.to(gl.int64) * stride_output_h
         target = at_output + (t_first + first + out_m).to(gl.int64)[:, None] * stride_output_t + out_d[None, :]
@@ -517,9 +533,11 @@ def prefill(
     q_map,
     q_rope_map,
     k_map,
+    k_odd_map,
     v_map,
+    v_chunk_map,
     rope_map,
-    v,
+    rope_odd_map,
     rope,
     page_table,
     page_indptr,
@@ -551,8 +569,6 @@ def prefill(
     stride_rope_page,
     stride_rope_t,
     stride_table,
-    stride_v_h,
-    stride_v_d,
     stride_q_scale,
     stride_k_scales,
     stride_v_scale,
@@ -565,18 +581,19 @@ def prefill(
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
     PRESCALED: gl.constexpr,
-    HAS_V_SCALE: gl.constexpr,
+    V_SCALES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BOX: gl.constexpr,
     NOPE: gl.constexpr,
     ROPE_DIM: gl.constexpr,
     V: gl.constexpr,
+    V_COLUMNS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    OTHER_REGISTERS: gl.constexpr,
     L2_BYTES: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
@@ -598,14 +615,21 @@ def prefill(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_q = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, 1, NOPE], q_map.layout)
     s_q_rope = gl.allocate_shared_memory(rope_dtype, [CONSUMERS, ROWS, 1, ROPE_DIM], q_rope_map.layout)
-    s_k = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, 1, NOPE], k_map.layout)
+    s_k = gl.allocate_shared_memory(dtype, [STAGES_K, 1, BLOCK_N, NOPE], k_map.layout)
     s_rope = gl.allocate_shared_memory(rope_dtype, [STAGES_K, BLOCK_N, ROPE_DIM], rope_rows)
     if FP8:
-        s_v = gl.allocate_shared_memory(dtype, [STAGES_V, 1, V, BLOCK_N], v_map.layout)
-        s_scales = gl.allocate_shared_memory(gl.float32, [STAGES_K * SCALES, BLOCK_N], plain)
+        s_v = gl.allocate_shared_memory(dtype, [STAGES_V, 1, V, BLOCK_N], gl.NVMMASharedLayout(128, 8, 3))
+        if V_COLUMNS:
+            s_raw = gl.allocate_shared_memory(dtype, [BLOCK_N // CHUNK + 1, 1, V, CHUNK], v_chunk_map.layout)
+        else:
+            PIECE: gl.constexpr = v_map.block_shape[2]
+            s_raw = gl.allocate_shared_memory(dtype, [V // PIECE, BLOCK_N, 1, PIECE], v_map.layout)
+        s_factors = gl.allocate_shared_memory(gl.float32, [STAGES_K * FACTORS, BLOCK_N], plain)
+        s_numbers = gl.allocate_shared_memory(gl.float32, [STAGES_K * NUMBERS, 1], plain)
     else:
         s_v = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, 1, V], v_map.layout)
-        s_scales = gl.allocate_shared_memory(gl.float32, [1, 1], plain)
+        s_factors = gl.allocate_shared_memory(gl.float32, [1, 1], plain)
+        s_numbers = gl.allocate_shared_memory(gl.float32, [1, 1], plain)
     s_item = gl.allocate_shared_memory(gl.int32, [ITEM_FIELDS], plain)
     s_tile = gl.allocate_shared_memory(gl.int32, [STAGES_K, 1], plain)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
@@ -614,65 +638,67 @@ def prefill(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
+    raw_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    job_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
+    s_job = gl.allocate_shared_memory(gl.int32, [STAGES_K, JOB_FIELDS], plain)
     mbarrier.init(q_full.index(0), count=1)
     mbarrier.init(q_empty.index(0), count=CONSUMERS)
+    mbarrier.init(raw_full.index(0), count=1)
     for i in gl.static_range(STAGES_K):
-        mbarrier.init(k_full.index(i), count=PRODUCER_THREADS + 1)
+        mbarrier.init(k_full.index(i), count=2 if FP8 else 32 * PRODUCER_WARPS + 1)
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(job_full.index(i), count=1)
     for i in gl.static_range(STAGES_V):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
 
-    PAGED: gl.constexpr = ROPE == "paged"
-    BATCHED: gl.constexpr = ROPE == "batched"
-    tiles = (s_item, s_tile, s_scales, s_q, s_q_rope, s_k, s_rope, s_v)
+    tiles = (s_item, s_tile, s_factors, s_numbers, s_q, s_q_rope, s_k, s_rope, s_v)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     captures = (c0, c1, c2, c3)
-    maps = (q_map, q_rope_map, k_map, v_map, rope_map)
+    maps = (q_map, q_rope_map, k_map, k_odd_map, v_map, rope_map, rope_odd_map)
     index = (cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths)
     outputs = (output, lse, stride_output_t, stride_output_h, stride_lse_t, stride_lse_h)
-    columns = (v, stride_v_h, stride_v_d)
     pages = (rope, page_table, page_indptr, stride_rope_page, stride_rope_t, stride_table)
     scales = (
         q_scale, k_scales, v_scale, rope_scales, stride_q_scale, stride_k_scales, stride_v_scale,
         stride_rope_scales_page, stride_rope_scales_t,
     )  # fmt: skip
+    jobs = (s_job, job_full)
+    work = (tiles, barriers, outputs, sinks, scales, captures, scale)
+    load = (
+        tiles, jobs, barriers, maps, pages, index, slots, counter, captures, items, batch_size, num_heads, flags,
+        rope_length,
+    )  # fmt: skip
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
-    if CONSUMERS == 3:
+    if FP8:
+        make = (tiles, jobs, s_raw, raw_full, barriers, v_chunk_map if V_COLUMNS else v_map, pages, scales)
+        if CONSUMERS == 2:
+            gl.warp_specialize([
+                (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
+                (maker, (make, ROPE, CSR, V_COLUMNS, V_SCALES, PAGE_SIZE)),
+            ], [4, 1, 2], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_consumer, (TWO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
+                (maker, (make, ROPE, CSR, V_COLUMNS, V_SCALES, PAGE_SIZE)),
+            ], [4, 4, 1, 2], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (
-                ZERO, tiles, barriers, outputs, sinks, scales, captures, flags, scale,
-                FP8, ROPE_FP8, PRESCALED, HAS_V_SCALE, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_consumer, (
-                ONE, tiles, barriers, outputs, sinks, scales, captures, flags, scale,
-                FP8, ROPE_FP8, PRESCALED, HAS_V_SCALE, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_consumer, (
-                TWO, tiles, barriers, outputs, sinks, scales, captures, flags, scale,
-                FP8, ROPE_FP8, PRESCALED, HAS_V_SCALE, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_producer, (
-                tiles, barriers, maps, columns, pages, index, slots, counter, captures, scales, items, batch_size,
-                num_heads, flags, rope_length, FP8, ROPE_FP8, HAS_V_SCALE, PAGED, BATCHED, CSR, SPLIT_Q, PAGE_SIZE, BOX,
-                BLOCK_N, STAGES_K, STAGES_V, L2_BYTES,
-            )),
-        ], [4, 4, 4], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+            (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+            (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+            (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
+        ], [4, PRODUCER_WARPS], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (
-                ZERO, tiles, barriers, outputs, sinks, scales, captures, flags, scale,
-                FP8, ROPE_FP8, PRESCALED, HAS_V_SCALE, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_consumer, (
-                ONE, tiles, barriers, outputs, sinks, scales, captures, flags, scale,
-                FP8, ROPE_FP8, PRESCALED, HAS_V_SCALE, HAS_SINKS, HAS_LSE, BLOCK_N, STAGES_K, STAGES_V,
-            )),
-            (_producer, (
-                tiles, barriers, maps, columns, pages, index, slots, counter, captures, scales, items, batch_size,
-                num_heads, flags, rope_length, FP8, ROPE_FP8, HAS_V_SCALE, PAGED, BATCHED, CSR, SPLIT_Q, PAGE_SIZE, BOX,
-                BLOCK_N, STAGES_K, STAGES_V, L2_BYTES,
-            )),
-        ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+            (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+            (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+            (_consumer, (TWO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+            (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
+        ], [4, 4, PRODUCER_WARPS], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -1,15 +1,17 @@
-"""Triton prefill in fp8 on a GPU: values that lie as columns (V^T) and begin at any row, every kind of scale.
+"""Triton prefill in fp8 on a GPU: values that lie as columns (V^T) and begin at any row, all scales, tall tiles.
 
 The copy engine takes columns that begin at a multiple of 16 bytes only; what a sequence's neighbours hold there is NaN.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
+from mla.backends.triton import configs
 from tests.support.problems import Case, build
 from tests.support.tolerance import assert_lse, assert_output, precision_of
 
@@ -24,10 +26,26 @@ CASES = [
     )
     if v_scale or dtypes != "fp8"
 ]
+#: The same and values that lie as rows, for the tall query tiles of sm_90, which sequences of this length do not get.
+TALL = [
+    dataclasses.replace(case, v_transposed=v_transposed)
+    for case, v_transposed in itertools.product(CASES, (True, False))
+    if case.page_size == 64 and case.v_scale in ("head", "row")
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_as_columns(case: Case, seed: int) -> None:
+    check(case, seed)
+
+
+@pytest.mark.parametrize("case", TALL, ids=str)
+def test_tall_query_tiles(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "HOPPER_TALL_TOKENS", 0)
+    check(case, seed)
+
+
+def check(case: Case, seed: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     problem = build(case, "cuda", seed)

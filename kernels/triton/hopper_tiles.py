@@ -1,0 +1,104 @@
+"""Tiles in the hands of a consumer of ``prefill_hopper.py``: layouts that cost no move, zeros, signs, e4m3."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language import debug_barrier
+
+
+@gluon.jit
+def by_key(s, layout: gl.constexpr):
+    """Name the columns of fp8 scores by their keys: the second half of a tile's rows are the odd ones."""
+    HALF: gl.constexpr = s.shape[1] // 2
+    return gl.convert_layout(s.reshape([s.shape[0], 2, HALF]).permute((0, 2, 1)).reshape(s.shape), layout)
+
+
+@gluon.jit
+def by_line(s, layout: gl.constexpr):
+    """Undo `by_key`."""
+    HALF: gl.constexpr = s.shape[1] // 2
+    return gl.convert_layout(s.reshape([s.shape[0], HALF, 2]).permute((0, 2, 1)).reshape(s.shape), layout)
+
+
+@gluon.jit
+def halves(s):
+    """Return the first and the second half of the columns."""
+    return gl.split(s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def whole(first, second, layout: gl.constexpr):
+    """Undo `halves`."""
+    joined = gl.join(first, second).permute((0, 2, 1)).reshape([first.shape[0], 2 * first.shape[1]])
+    return gl.convert_layout(joined, layout)
+
+
+@gluon.jit
+def in_order(x):
+    """Return x, and keep what is made of it behind whatever went through this function earlier."""
+    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
+def as_e4m3(x):
+    """Round to e4m3, four neighbours to a word; pairs would be taken apart and put together again."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def in_lane(x, combine: gl.constexpr):
+    """Sum or maximise what a thread holds of each row of scores that `by_key` has named: [rows, lanes of a row]."""
+    parts = x.reshape([x.shape[0], x.shape[1] // 16, 4, 4])
+    return gl.sum(gl.sum(parts, 3), 1) if combine == "sum" else gl.max(gl.max(parts, 3), 1)
+
+
+@gluon.jit
+def turn_rows(rows, negative):
+    """Change the sign of rows in shared memory."""
+    BYTES: gl.constexpr = rows.dtype.primitive_bitwidth // 8
+    LINE: gl.constexpr = rows.shape[1] * BYTES
+    lines: gl.constexpr = gl.BlockedLayout([1, 16], [512 // LINE, LINE // 16], [4, 1], [1, 0])
+    raw = rows._reinterpret(gl.int8, [rows.shape[0], LINE], gl.NVMMASharedLayout(LINE, 8, 2))
+    turned = gl.convert_layout(negative.to(gl.int8), gl.SliceLayout(1, lines)) != 0
+    of_sign = gl.arange(0, LINE, layout=gl.SliceLayout(0, lines)) % BYTES == BYTES - 1
+    raw.store(raw.load(lines) ^ gl.where(turned[:, None] & of_sign[None, :], -128, 0).to(gl.int8))
+    fence_async_shared()
+    debug_barrier()
+
+
+@gluon.jit
+def zero_rows(s_v, count):
+    """Write zeros behind the first `count` values of a tile: zero times NaN is NaN. All consumers write the same."""
+    PIECE: gl.constexpr = 32
+    WIDTH: gl.constexpr = 16 * 8 // s_v.dtype.primitive_bitwidth
+    by_row: gl.constexpr = gl.BlockedLayout([1, WIDTH], [WIDTH // 4, 128 // WIDTH], [4, 1], [1, 0])
+    offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))[:, None]
+    for piece in gl.static_range(s_v.shape[0] // PIECE):
+        part = s_v.slice(piece * PIECE, PIECE, 0)
+        part.store(gl.where(piece * PIECE + offs_n < count, part.load(by_row), 0.0))
+    fence_async_shared()
+    debug_barrier()
+
+
+@gluon.jit
+def zero_columns(s_v, count):
+    """The same for values that lie as columns of bytes."""
+    PIECE: gl.constexpr = 16
+    V: gl.constexpr = s_v.shape[0]
+    WORDS: gl.constexpr = s_v.shape[1] // 4
+    by_word: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    kept = count - 4 * gl.arange(0, WORDS, layout=gl.SliceLayout(0, by_word))  # bytes of a word
+    mask = gl.where(kept >= 4, -1, (1 << (8 * gl.maximum(kept, 0))) - 1)[None, :]
+    pieces = s_v._reinterpret(gl.int32, [V // PIECE, PIECE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
+    for piece in range(gl.where(count > 0, V // PIECE, 0)):  # always the former; unrolled it would take many registers
+        pieces.index(piece).store(pieces.index(piece).load(by_word) & mask)
+    fence_async_shared()
+    debug_barrier()
