@@ -71,6 +71,8 @@ class PrefillParams(Structure):
             ("batch", c_int),
             ("heads", c_int),
             ("processors", c_int),
+            ("rows_q", c_int),
+            ("rows_k", c_int),
         ]
     )
 
@@ -90,6 +92,7 @@ def make(args: PrefillArgs, block_n: int) -> PrefillParams:
     if args.cache is not None:
         block.page_table = params.page_table(args.cache)
         block.rope_rows = params.paged_rows(args.cache.rope)
+    block.rows_q, block.rows_k = args.q.shape[0], args.k.shape[0]
     block.mask = mask_code.c_args(args.mask, args.q.device)
     fill_result(block, args)
     if args.softcap:

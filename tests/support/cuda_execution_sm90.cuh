@@ -108,6 +108,9 @@ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   sm90::complete(b);
 }
 inline void mbarrier_arrive(uint32_t barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+inline void mbarrier_arrive_if(bool made, uint32_t barrier) {
+  if (made) mbarrier_arrive(barrier);
+}
 inline void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
   host::fibers[host::current].site = {"mbarrier", "at byte", int(barrier)};
   if (host::is_slow()) host::yield();  // others go ahead even where it need not wait
@@ -194,6 +197,15 @@ inline void st_global_v2_f32_if(bool made, void* to, float x, float y) {
 }
 inline void st_global_v4_b32_if(bool made, void* to, const uint32_t (&words)[4]) {
   if (made) memcpy(to, words, 16);
+}
+
+inline void prefetch_global_l2(const void* p) { host::readable(p, 1); }
+inline void cp_async_bulk_prefetch_tensor_3d(const TensorMap& map, int c0, int c1, int c2) {
+  sm90::Map of;
+  memcpy(&of, map.bytes, sizeof(of));
+  const int at[3] = {c0, c1, c2};
+  for (int i = 0; i < 3; i++)
+    if (at[i] < 0 || uint64_t(at[i]) >= of.shape[i]) host::fault = true;  // nothing to bring
 }
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------

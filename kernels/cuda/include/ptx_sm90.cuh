@@ -19,6 +19,13 @@ MLA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.releas
 MLA_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// The same if `made`, without a branch of the source.
+MLA_DEVICE void mbarrier_arrive_if(bool made, uint32_t barrier) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p mbarrier.arrive.shared::cta.b64 _, [%1];\n}" ::"r"(
+                   uint32_t(made)),
+               "r"(barrier)
+               : "memory");
+}
 MLA_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -85,6 +92,15 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, i
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
       "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
+}
+
+// Brings the line of an address into L2.
+MLA_DEVICE void prefetch_global_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
+// Brings the map's box into L2.
+MLA_DEVICE void cp_async_bulk_prefetch_tensor_3d(const TensorMap& map, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(c0), "r"(c1),
+               "r"(c2)
+               : "memory");
 }
 
 // ---- shared memory --------------------------------------------------------------------------------------------------

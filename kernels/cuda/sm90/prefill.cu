@@ -36,7 +36,7 @@
 //
 // Budget of a tile of 192 x 128: 15.7 MFLOP, 3,840 cycles of the tensor cores; 80 KB from L2, 21 B a cycle; about 350
 // issue slots of each of 12 warps beside the products, 1,050 of each scheduler. The power limit (700 W) sets the clock.
-// Measured on two H200s, 2026-11-29, causal: 1 x 32,768 at 679 to 712 TFLOP/s, 1 x 8,192 at 656 to 683. docs/hopper.md
+// Measured on two H200s, 2026-11-30, causal: 1 x 32,768 at 701 to 724 TFLOP/s, 1 x 8,192 at 670 to 698. docs/hopper.md
 // tells why it is built like this, docs/perf-log.md what was tried.
 #include "prefill_layout.cuh"
 #include "prefill_producer.cuh"
@@ -76,10 +76,12 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
   if (warpgroup == kRowGroups) {
     setmaxnreg_dec<MLA_PRODUCER_REGISTERS>();
     const int warp = (threadIdx.x - kConsumerThreads) / 32;
-    if (warp == 0)
+    if (warp == 0) {
       produce(params, shared);
-    else if (kRopeGather)
-      gather_rope(params, shared, warp - 1);
+    } else {
+      if (warp == 1) prefetch_operands(params);
+      if (kRopeGather) gather_rope(params, shared, warp - 1);
+    }
   } else {
     setmaxnreg_inc<MLA_CONSUMER_REGISTERS>();
     consume(params, shared, warpgroup);

@@ -25,7 +25,7 @@ static_assert(sizeof(Item) == 48, "copied by a lane of few registers");
 // What a row group has of the call's `index`-th item, which is of this entry; v_stages apart.
 MLA_DEVICE void fill_item(Item& item, const ScheduleEntry& entry, int index, int row_group, int heads,
                           Grouping grouping) {
-  const int blocks = row_blocks(entry.new_), tiles = ceil_div(blocks, grouping.size);
+  const int blocks = row_blocks(entry.new_), tiles = tiles_of(entry.new_, grouping.size);
   const Share share = share_of(entry, index - entry.first_item);
   const TilePosition at = tile_position(share.item, tiles, entry.n_keys, heads);
   const int block = block_of(row_group, at.tile, tiles, blocks, grouping), row = block * kRowsPerGroup,

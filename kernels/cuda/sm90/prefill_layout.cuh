@@ -61,6 +61,7 @@ struct PrefillParams {
   int batch;
   int heads;
   int processors;  // of the device
+  int rows_q, rows_k;  // of q; of k and v
 };
 
 // ---- rope jobs -------------------------------------------------------------------------------------------------------

@@ -209,6 +209,30 @@ MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
   }
 }
 
+// Brings the operands of a short call into L2 while its producers find out who works on what: for so many boxes a block
+// and no more, a lane each; and where pages begin.
+constexpr int kShortCall = 32;
+MLA_DEVICE void prefetch_operands(const PrefillParams& p) {
+  const int lane = threadIdx.x & 31;
+  if (MLA_ROPE_KIND == kRopePaged && p.page_table.pages != nullptr && p.page_table.indptr == nullptr && lane < p.batch)
+    prefetch_global_l2(page_row(p.page_table, lane));
+  constexpr int kBoxesOfTile = kQkBlocks - 1 + kVBlocks;
+  const int tiles = ceil_div(p.rows_k, kBlockN) * kBoxesOfTile, blocks = ceil_div(p.rows_q, kRowsPerGroup) * kQkBlocks;
+  const int64_t boxes = int64_t(tiles + blocks) * p.heads;
+  const int box = blockIdx.x + nctaid_x() * lane;
+  if (boxes > kShortCall * nctaid_x() || box >= boxes) return;
+  const int head = box % p.heads, i = box / p.heads;
+  if (i < tiles) {
+    const int column = i % kBoxesOfTile, row = i / kBoxesOfTile * kBlockN;
+    if (column < kQkBlocks - 1)
+      cp_async_bulk_prefetch_tensor_3d(p.k, column * 64, head, row);
+    else
+      cp_async_bulk_prefetch_tensor_3d(p.v, (column - kQkBlocks + 1) * 64, head, row);
+  } else {
+    cp_async_bulk_prefetch_tensor_3d(p.q, (i - tiles) % kQkBlocks * 64, head, (i - tiles) / kQkBlocks * kRowsPerGroup);
+  }
+}
+
 // Rope rows of every third K tile, copied 16 bytes a lane into the swizzle that TMA would have made.
 MLA_DEVICE void gather_rope(const PrefillParams& p, const Shared& shared, int warp) {
   const int lane = threadIdx.x & 31;

@@ -59,7 +59,12 @@ MLA_DEVICE ScheduleEntry total_entry(int items, Grouping grouping) {
 MLA_DEVICE Grouping grouping_of(const ScheduleEntry& total) { return {total.sequence, total.q_begin}; }
 
 MLA_DEVICE int row_blocks(int new_) { return new_ > 0 ? ceil_div(new_, kRowsPerGroup) : 0; }
-MLA_DEVICE int tiles_of(int new_, int group_size) { return ceil_div(row_blocks(new_), group_size); }
+// Divides by constants: a producer counts every item before it can load anything.
+MLA_DEVICE int tiles_of(int new_, int group_size) {
+  static_assert(kRowGroups <= 3, "all sizes");
+  const int blocks = row_blocks(new_);
+  return group_size == 1 ? blocks : group_size == 2 ? ceil_div(blocks, 2) : ceil_div(blocks, 3);
+}
 
 // A part has at least so many keys, and waits and writes for as long as it would take for so many others. Parts fill at
 // most so many waves, and are made where they spare a share of at least 1 in kLeastGain of the time.
@@ -155,7 +160,7 @@ struct TilePosition {
 MLA_DEVICE TilePosition tile_position(int index, int tiles, int n_keys, int heads) {
   const int fitting = kGroupBytes / kKeyBytes / (n_keys > 0 ? n_keys : 1);
   const int group = fitting < 1 ? 1 : fitting < heads ? fitting : heads;
-  const int first_head = index / (tiles * group) * group;
+  const int first_head = group == heads ? 0 : index / (tiles * group) * group;
   const int heads_here = heads - first_head < group ? heads - first_head : group;
   const int rest = index - first_head * tiles;
   return {rest / heads_here, first_head + rest % heads_here};

@@ -40,7 +40,10 @@ MLA_DEVICE uint32_t class_tile(const PrefillParams& p, const Item* items, int ti
   return word;
 }
 
-MLA_DEVICE TileWalk walk_of(const Item& item) { return {ceil_div(item.n_keys, 32 * kBlockN * item.parts), 0, 0}; }
+MLA_DEVICE TileWalk walk_of(const Item& item) {
+  constexpr int kChunk = 32 * kBlockN;
+  return {item.parts == 1 ? ceil_div(item.n_keys, kChunk) : ceil_div(item.n_keys, kChunk * item.parts), 0, 0};
+}
 
 // The next tile, or kEndOfAll.
 MLA_DEVICE uint32_t next_tile(const PrefillParams& p, const Item* items, TileWalk& walk) {
