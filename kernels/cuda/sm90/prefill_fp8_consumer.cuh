@@ -72,7 +72,7 @@ struct Consumer {
   // O += P V of the tile at hand; its V has arrived. The tensor cores truncate what they add in fp8: a tile's product
   // stands alone and is added in fp32.
   template <int W, bool kOnes>
-  MLA_DEVICE void add_values(float (&o)[MLA_V_DIM / 2], RowSums& sums, const uint32_t (&words)[W / 8]) {
+  MLA_DEVICE void add_values(float (&o)[MLA_V_DIM / 2], RowSums& sums, const uint32_t (&words)[W / 8], bool lead) {
     constexpr int kColumns = MLA_V_DIM + 8 * kOnes;
     float t[kColumns / 2];
     wgmma_fence();
@@ -81,7 +81,7 @@ struct Consumer {
       wgmma_e4m3_rs<kColumns>(t, words + 4 * i, wgmma_k_major<kRowBytes>(shared.v(v.stage()), 32 * i), i > 0);
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    release(shared.v_empty(v.stage()));
+    mbarrier_arrive_if(lead, shared.v_empty(v.stage()));
     v.advance();
     if constexpr (kOnes) sums.l[0] += t[MLA_V_DIM / 2], sums.l[1] += t[MLA_V_DIM / 2 + 2];  // column 128: lanes t = 0
     const float v_factor = kValueScales ? shared.head(k.count)->v_factor : 1.0f;
@@ -91,37 +91,38 @@ struct Consumer {
   }
 
   // Tiles that are visible as a whole, from the one at hand on, as long as their keys have the scale `common`; where that
-  // is 0, as long as they have several. Returns the class of the tile behind them. Products are issued before it is known
-  // whether the tile is such a one.
+  // is 0, as long as they have several. Returns the class of the tile behind them. Products are issued, and exponentials
+  // taken, before it is known whether the tile is such a one.
   template <bool kOneScale> MLA_DEVICE uint32_t run_visible(float (&o)[MLA_V_DIM / 2], RowSums& sums, float common) {
-    constexpr bool kOnes = kSumByProduct && (kOneScale || !kValueScales);
+    constexpr bool kValues = !kOneScale && kValueScales, kOnes = kSumByProduct && !kValues, kSums = !kOnes;
     float factor[2] = {p.logit_scale, p.logit_scale};  // of this thread's rows in the exponent
     if constexpr (!kRopePlain) read_row_scales(factor, kOneScale ? p.logit_scale * common : p.logit_scale);
+    const bool lead = elect_sync();
+    bool first = true;
 #pragma unroll 1
     while (true) {
       float s[kBlockN / 2];
       multiply_keys<kBlockN, kOneScale>(s);
-      const TileHead* head = shared.head(k.count);
-      // The same in all lanes, and now ptxas knows.
-      const uint32_t tag = __reduce_or_sync(~0u, head->tag | (head->factor == common ? 0 : kOtherScale));
       wgmma_wait_group<0>();
-      if (tag & kOtherScale) return kVisible;
-      const uint32_t next = class_in(tag, group), values = shared.scales(k.stage(), kScaleValue);
+      const TileHead head = *shared.head(k.count);
+      const bool other_scale = head.factor != common;
+      mbarrier_arrive_if(lead & (class_in(head.tag, group) == kEnd) & !other_scale, shared.q_empty(group));
       if constexpr (!kOneScale && !kRopePlain) {
         const float one[2] = {1.0f, 1.0f};
         scale_scores<kBlockN>(s, shared.scales(k.stage(), kScaleAll), one);
       }
       if constexpr (!kOneScale) __syncwarp();  // all lanes have read their scales
-      if constexpr (kOneScale || !kValueScales) release(shared.k_empty(k.stage()));
-      if (next == kEnd) release(shared.q_empty(group));
       uint32_t words[kBlockN / 8];
-      softmax_visible<!kOnes, !kOneScale && kValueScales, kBlockN>(s, words, factor, sums, o, values);
-      if constexpr (!kOneScale && kValueScales) {
-        __syncwarp();
-        release(shared.k_empty(k.stage()));
-      }
+      if (first) raise_references<kBlockN>(s, factor, sums, o, true, true);
+      first = false;
+      const uint32_t values = shared.scales(k.stage(), kScaleValue);
+      if (!softmax_visible<kSums, kValues, kBlockN>(s, words, factor, sums, o, other_scale, values)) return kVisible;
+      // The same in all lanes, and now ptxas knows.
+      const uint32_t next = class_in(__reduce_or_sync(~0u, head.tag), group);
+      if constexpr (kValues) __syncwarp();
+      mbarrier_arrive_if(lead, shared.k_empty(k.stage()));
       mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
-      add_values<kBlockN, kOnes>(o, sums, words);
+      add_values<kBlockN, kOnes>(o, sums, words, lead);
       if (next != kVisible) return next;
       mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
     }
@@ -147,7 +148,7 @@ struct Consumer {
     release(shared.k_empty(k.stage()));
     mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
     clear_v_past(v.stage(), item->n_keys - first);
-    add_values<W, false>(o, sums, words);
+    add_values<W, false>(o, sums, words, elect_sync());
     return next;
   }
 

@@ -3,13 +3,13 @@
 #pragma once
 #include "prefill_fp8_layout.cuh"
 
-// Rope rows of a tile, in boxes of every second row.
-MLA_DEVICE void load_rope(const PrefillParams& p, const KeyJob& job, uint32_t to, uint32_t full) {
+// Rope rows of a tile, in boxes of every second row. Returns the page of the lane's box.
+MLA_DEVICE int load_rope(const PrefillParams& p, const KeyJob& job, uint32_t to, uint32_t full) {
   const bool lead = (threadIdx.x & 31) == 0;
+  int page = 0;
   if constexpr (MLA_ROPE_KIND == kRopePaged) {
     // One lane a box looks up its page; rows past the last key repeat its box, whose page exists.
     const int last = (job.keys - 1) / kBox * kBox, mine = (threadIdx.x & 31) * kBox;
-    int page = 0;
     if (mine < kBlockN)
       page = page_row(p.page_table, job.sequence)[(job.token + (mine < last ? mine : last)) / kPageSize];
 #pragma unroll
@@ -32,6 +32,7 @@ MLA_DEVICE void load_rope(const PrefillParams& p, const KeyJob& job, uint32_t to
                                 (batched ? job.token : job.k_row) + first + half, batched ? job.sequence : 0, full,
                                 kEvictLast);
   }
+  return page;
 }
 
 // The same, 16 bytes a lane, into the order and the swizzle that TMA would have made.
@@ -64,51 +65,89 @@ MLA_DEVICE float warp_max(float x) {
   return x;
 }
 
-// Scales of a tile, four keys a lane. Keys past the sequence's end take those of the first key: they are hidden, and
-// must not spoil what the others have in common.
-MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k) {
-  constexpr int kEach = kBlockN / 32;
-  const int lane = threadIdx.x & 31;
-  // NaN is unlike itself, and whoever looked for the tile's scale would look for ever.
-  if (!kRopePlain && !kRopeFp8 && !kValueScales && p.k_scales_stride == 0 && job.whole && fabsf(*p.k_scales) > 0.0f) {
-    if (lane == 0) shared.head(k.count)->factor = *p.k_scales;
-    return;
+constexpr int kKeysOfLane = kBlockN / 32;  // one after the other
+
+struct KeyScales { float nope[kKeysOfLane], rope[kKeysOfLane], value[kKeysOfLane]; };
+
+// The scales of this lane's keys, all of which lie in one page and before the sequence's end.
+MLA_DEVICE KeyScales load_scales_in_row(const PrefillParams& p, const KeyJob& job, int page) {
+  const int first = kKeysOfLane * (threadIdx.x & 31), row = job.k_row + first;
+  const int token = MLA_ROPE_KIND == kRopeRagged ? row : job.token + first;
+  const uint8_t* rope = nullptr;
+  if constexpr (kRopeFp8)
+    rope = token_row(p.rope_scales, Place{page, MLA_ROPE_KIND == kRopePaged ? token % kPageSize : token});
+  KeyScales x;
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; i++) {
+    x.nope[i] = ld_global_nc_in_order(p.k_scales + row * p.k_scales_stride + i * p.k_scales_stride);
+    x.value[i] = kValueScales ? ld_global_nc_in_order(p.v_scale + (row + i) * p.v_scale_stride) : 1.0f;
+    if constexpr (kRopeFp8)
+      x.rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(rope + i * p.rope_scales.token_stride));
+    else
+      x.rope[i] = kRopePlain ? 1.0f : x.nope[i];
   }
-  float nope[kEach], rope[kEach], value[kEach];
-  int key[kEach], page[kEach];
+  return x;
+}
+
+// The same wherever they lie. Keys past the sequence's end take those of the first key: they are hidden, and must not
+// spoil what the others have in common.
+MLA_DEVICE KeyScales load_scales_apart(const PrefillParams& p, const KeyJob& job) {
+  int key[kKeysOfLane], page[kKeysOfLane];
   const int* pages = MLA_ROPE_KIND == kRopePaged && kRopeFp8 ? page_row(p.page_table, job.sequence) : nullptr;
+  KeyScales x;
   // All loads of a kind before those that wait for them.
 #pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    key[i] = lane + 32 * i < job.keys ? lane + 32 * i : 0;
+  for (int i = 0; i < kKeysOfLane; i++) {
+    const int mine = kKeysOfLane * (threadIdx.x & 31) + i;
+    key[i] = mine < job.keys ? mine : 0;
     if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeFp8)
       page[i] = ld_global_nc_in_order(pages + (job.token + key[i]) / kPageSize);
     else
       page[i] = MLA_ROPE_KIND == kRopeBatched ? job.sequence : 0;
   }
 #pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    nope[i] = ld_global_nc_in_order(p.k_scales + (job.k_row + key[i]) * p.k_scales_stride);
-    value[i] = kValueScales ? ld_global_nc_in_order(p.v_scale + (job.k_row + key[i]) * p.v_scale_stride) : 1.0f;
+  for (int i = 0; i < kKeysOfLane; i++) {
+    x.nope[i] = ld_global_nc_in_order(p.k_scales + (job.k_row + key[i]) * p.k_scales_stride);
+    x.value[i] = kValueScales ? ld_global_nc_in_order(p.v_scale + (job.k_row + key[i]) * p.v_scale_stride) : 1.0f;
   }
 #pragma unroll
-  for (int i = 0; i < kEach; i++) {
+  for (int i = 0; i < kKeysOfLane; i++) {
     const int token = (MLA_ROPE_KIND == kRopeRagged ? job.k_row : job.token) + key[i];
     const Place place{page[i], MLA_ROPE_KIND == kRopePaged ? token % kPageSize : token};
     if constexpr (kRopeFp8)
-      rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(token_row(p.rope_scales, place)));
+      x.rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(token_row(p.rope_scales, place)));
     else
-      rope[i] = kRopePlain ? 1.0f : nope[i];
+      x.rope[i] = kRopePlain ? 1.0f : x.nope[i];
   }
+  return x;
+}
 
-  const float common = __shfl_sync(~0u, nope[0], 0), common_value = __shfl_sync(~0u, value[0], 0);
+// Scales of a tile. `page` of a lane: that of its box of rope rows; negative: these did not come in boxes.
+MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k,
+                             int page) {
+  const int lane = threadIdx.x & 31;
+  // NaN is unlike itself, and whoever looked for the tile's scale would look for ever.
+  if (!kRopePlain && !kRopeFp8 && !kValueScales && p.k_scales_stride == 0 && job.whole && fabsf(*p.k_scales) > 0.0f) {
+    if (lane == 0) shared.head(k.count)->factor = *p.k_scales;
+    return;
+  }
+  KeyScales x;
+  if (job.keys >= kBlockN && (MLA_ROPE_KIND != kRopePaged || !kRopeFp8 || page >= 0))
+    x = load_scales_in_row(p, job,
+                           MLA_ROPE_KIND == kRopePaged     ? __shfl_sync(~0u, page, kKeysOfLane * lane / kBox)
+                           : MLA_ROPE_KIND == kRopeBatched ? job.sequence
+                                                           : 0);
+  else
+    x = load_scales_apart(p, job);
+
+  const float common = __shfl_sync(~0u, x.nope[0], 0), common_value = __shfl_sync(~0u, x.value[0], 0);
   bool alike = !kRopePlain;
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    alike &= nope[i] == common && rope[i] == common;
-    if (kValueScales) alike &= value[i] == common_value && value[i] >= 0.0f;
-    largest = fmaxf(largest, fabsf(value[i]));
+  for (int i = 0; i < kKeysOfLane; i++) {
+    alike &= x.nope[i] == common && x.rope[i] == common;
+    if (kValueScales) alike &= x.value[i] == common_value && x.value[i] >= 0.0f;
+    largest = fmaxf(largest, fabsf(x.value[i]));
   }
   alike = __all_sync(~0u, alike && common != 0.0f);
   // V's scales are brought to the largest of the tile, so that P keeps its range.
@@ -120,14 +159,14 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
   }
   if (alike && job.whole) return;  // nobody asks for a key's own
 #pragma unroll
-  for (int i = 0; i < kEach; i++) {
+  for (int i = 0; i < kKeysOfLane; i++) {
     // S of the nope part is brought to the rope's scale before that is added. A scale of zero leaves its part out.
     constexpr float kLeast = 0x1p-80f;
-    const float least = fabsf(rope[i]) < kLeast ? kLeast : rope[i];
-    const uint32_t at = 4 * (lane + 32 * i);
-    if (kTwoScales) st_shared_f32(shared.scales(k.stage(), kScaleNope) + at, nope[i] * rcp_approx_ftz(least));
+    const float least = fabsf(x.rope[i]) < kLeast ? kLeast : x.rope[i];
+    const uint32_t at = 4 * (kKeysOfLane * lane + i);
+    if (kTwoScales) st_shared_f32(shared.scales(k.stage(), kScaleNope) + at, x.nope[i] * rcp_approx_ftz(least));
     st_shared_f32(shared.scales(k.stage(), kScaleAll) + at, kRopePlain ? 1.0f : least);
-    if (kValueScales) st_shared_f32(shared.scales(k.stage(), kScaleValue) + at, value[i] * to_ratio);
+    if (kValueScales) st_shared_f32(shared.scales(k.stage(), kScaleValue) + at, x.value[i] * to_ratio);
   }
 }
 
@@ -137,16 +176,24 @@ MLA_DEVICE void copy_values(const PrefillParams& p, const KeyJob& job, uint32_t 
   const int lane = threadIdx.x & 31, chunk = lane % kChunks;
   const int key = job.k_row + 16 * chunk, shift = key % 4 * 8;
   const uint8_t* columns = p.values + job.head * p.values_stride_h + (key - key % 4);
+  constexpr int kEach = 32 / kChunks, kAtOnce = 4;  // columns of a turn, turns whose loads are in flight together
 #pragma unroll 1
-  for (int column = lane / kChunks; column < MLA_V_DIM; column += 32 / kChunks) {
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(columns + column * p.values_stride_d);
-    uint32_t words[5];
+  for (int column = lane / kChunks; column < MLA_V_DIM; column += kAtOnce * kEach) {
+    uint32_t words[kAtOnce][5];
+    const uint8_t* from = columns + column * p.values_stride_d;
 #pragma unroll
-    for (int i = 0; i < 5; i++) words[i] = key - key % 4 + 4 * i < p.rows ? __ldg(from + i) : 0;
-    Bytes<16> keys;
+    for (int turn = 0; turn < kAtOnce; turn++, from += kEach * p.values_stride_d)
 #pragma unroll
-    for (int i = 0; i < 4; i++) keys.words[i] = __funnelshift_r(words[i], words[i + 1], shift);
-    st_shared(to + column * kBlockN + ((chunk ^ (column & 7)) << 4), keys);
+      for (int i = 0; i < 5; i++)
+        words[turn][i] = key - key % 4 + 4 * i < p.rows ? __ldg(reinterpret_cast<const uint32_t*>(from) + i) : 0;
+#pragma unroll
+    for (int turn = 0; turn < kAtOnce; turn++) {
+      const int at = column + turn * kEach;
+      Bytes<16> keys;
+#pragma unroll
+      for (int i = 0; i < 4; i++) keys.words[i] = __funnelshift_r(words[turn][i], words[turn][i + 1], shift);
+      st_shared(to + at * kBlockN + ((chunk ^ (at & 7)) << 4), keys);
+    }
   }
   fence_proxy_async_shared();
 }
@@ -158,11 +205,12 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
     const KeyJob job = *shared.job(k.stage());
     if (job.source == kNoMoreKeys) return;
     const uint32_t rope = shared.k(k.stage()) + kKNopeBytes;
+    int page = -1;
     if constexpr (kRopeBox > 0)
-      if (job.source == kRopeByTma) load_rope(p, job, rope, shared.k_full(k.stage()));
+      if (job.source == kRopeByTma) page = load_rope(p, job, rope, shared.k_full(k.stage()));
     if constexpr (kRopeCopy)
       if (job.source == kRopeByCopy) copy_rope(p, job, rope);
-    bring_scales(p, shared, job, k);
+    bring_scales(p, shared, job, k, page);
     __syncwarp();
     const bool lead = (threadIdx.x & 31) == 0;
     if (lead) mbarrier_arrive(shared.k_full(k.stage()));

@@ -66,8 +66,6 @@ struct alignas(16) TileHead {
   float factor;  // of all scores of the tile; 0: each key has its own
   float v_factor;  // of the tile's P V, where each key's V has a scale
 };
-// In a tag, where the V of another kernel has its place: the tile's scale is not the one it was taken to have.
-constexpr uint32_t kOtherScale = 1u << kTileBits;
 enum ScaleArray { kScaleNope, kScaleAll, kScaleValue, kScaleArrays = kScaleValue + kValueScales };
 
 // A row's sum of P comes from the tensor cores, as a 129th column of ones of V: the denominator of the rounded P. Where
@@ -75,8 +73,8 @@ enum ScaleArray { kScaleNope, kScaleAll, kScaleValue, kScaleArrays = kScaleValue
 constexpr bool kSumByProduct = !MLA_LSE;
 
 // P is 2^(x - reference) up to 2^kHeadroom after the reference has moved, and may grow to 2^8: e4m3 reaches from 2^-9
-// to 448.
-constexpr float kHeadroom = 3.0f;
+// to kLargest.
+constexpr float kHeadroom = 3.0f, kLargest = 448.0f;
 
 // ---- parameters -----------------------------------------------------------------------------------------------------
 

@@ -127,33 +127,52 @@ MLA_DEVICE void move_rows(RowSums& sums, float (&o)[MLA_V_DIM / 2], const float 
   }
 }
 
+// Moves references to the largest logits of this tile, of the rows that are asked for and where these are larger.
+template <int W>
+MLA_DEVICE void raise_references(const float (&s)[W / 2], const float (&factor)[2], RowSums& sums,
+                                 float (&o)[MLA_V_DIM / 2], bool first, bool second) {
+  const bool asked[2] = {first, second};
+  float target[2];
+  bool moves[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    target[r] = row_maximum<W>(s, r, factor[r]) - kHeadroom;
+    moves[r] = asked[r] && target[r] > sums.m[r];
+  }
+  move_rows(sums, o, target, moves);
+}
+
 // Softmax of a tile of which every key is visible. Exponentials are taken with the references as they are; only a P of
-// 2^8 or more, whose byte a carry betrays, makes a row take its maximum and the tile begin anew. Each row decides for
-// itself: the others' P come out as before, to the bit.
+// 2^8 or more, whose byte a carry betrays, makes a row take its maximum and the tile begin anew. Where sums are kept in
+// fp32, they betray it: nothing of a sum below e4m3's largest number is larger. Each row decides for itself: the others'
+// P come out as before, to the bit. Returns false, with nothing done, where `other` holds.
 template <bool kSums, bool kValues, int W>
-MLA_DEVICE void softmax_visible(const float (&s)[W / 2], uint32_t (&words)[W / 8], const float (&factor)[2],
-                                RowSums& sums, float (&o)[MLA_V_DIM / 2], uint32_t values) {
+MLA_DEVICE bool softmax_visible(const float (&s)[W / 2], uint32_t (&words)[W / 8], const float (&factor)[2],
+                                RowSums& sums, float (&o)[MLA_V_DIM / 2], bool other, uint32_t values) {
   constexpr uint32_t kCarry = 0x08080808, kBit = 0x80808080;
   float sum[2];
   exponentials<kSums, kValues, W>(s, words, factor, sums, sum, values);
   uint32_t flags[2] = {0, 0};
+  if constexpr (kSums) {
 #pragma unroll
-  for (int i = 0; i < W / 8; i++) flags[i & 1] |= words[i] + kCarry;
-  if (__any_sync(~0u, ((flags[0] | flags[1]) & kBit) != 0)) {
-    float target[2];
-    bool moves[2];
+    for (int r = 0; r < 2; r++) flags[r] = sum[r] >= kLargest ? kBit : 0;
+  } else {
+#pragma unroll
+    for (int i = 0; i < W / 8; i++) flags[i & 1] |= words[i] + kCarry;
+  }
+  if (__any_sync(~0u, ((flags[0] | flags[1]) & kBit) != 0 || other)) {
+    if (__any_sync(~0u, other)) return false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      uint32_t flag = flags[r] & kBit;
-      flag |= __shfl_xor_sync(~0u, flag, 1);
-      flag |= __shfl_xor_sync(~0u, flag, 2);
-      target[r] = row_maximum<W>(s, r, factor[r]) - kHeadroom;
-      moves[r] = flag != 0 && target[r] > sums.m[r];
+      flags[r] &= kBit;
+      flags[r] |= __shfl_xor_sync(~0u, flags[r], 1);
+      flags[r] |= __shfl_xor_sync(~0u, flags[r], 2);
     }
-    move_rows(sums, o, target, moves);
+    raise_references<W>(s, factor, sums, o, flags[0] != 0, flags[1] != 0);
     exponentials<kSums, kValues, W>(s, words, factor, sums, sum, values);
   }
   if constexpr (kSums) sums.l[0] += sum[0], sums.l[1] += sum[1];
+  return true;
 }
 
 // Softmax of logits, some of which may be hidden.
