@@ -206,6 +206,22 @@ def test_a_sequence_is_bitwise_the_same_in_any_company(
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", ["bf16", "fp16"])
+def test_references_follow_scores_that_grow_row_by_row(hopper: torch.device, dtypes: str, seed: int) -> None:
+    """Every second row is so sharp that its references move; the others keep their bits."""
+    problem = build(Case(lengths=((2900, 150), (0, 700)), heads=3, dtypes=dtypes, spare_rows=(0, 0)), hopper, seed)
+    quiet, quiet_lse = problem.run("cuda")
+    problem.operands["q"] = problem.operands["q"].clone()
+    problem.operands["q"][1::2] *= 8.0
+    output, lse = problem.run("cuda")
+    assert torch.equal(output[::2].view(torch.int16), quiet[::2].view(torch.int16))
+    assert torch.equal(lse[::2], quiet_lse[::2])
+    expected, expected_lse = problem.expect()
+    assert_output(output, expected, precision_of(dtypes))
+    assert_lse(lse, expected_lse, precision_of(dtypes))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("lengths", [LONG, IN_PARTS])
 def test_a_hundred_runs_give_the_same_bits(
     hopper: torch.device, lengths: tuple[tuple[int, int], ...], seed: int

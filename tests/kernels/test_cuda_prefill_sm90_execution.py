@@ -100,6 +100,17 @@ def test_references_follow_scores_that_grow(on_host: Run, seed: int) -> None:
         check(growing())
 
 
+def test_a_row_is_bitwise_the_same_beside_rows_that_grow(on_host: Run, seed: int) -> None:
+    on_host()
+    problem = build(Case(lengths=((330, 70),), heads=1, mask="none", spare_rows=(0, 0)), "cpu", seed)
+    quiet, quiet_lse = problem.run("cuda")
+    problem.operands["q"] = problem.operands["q"].clone()
+    problem.operands["q"][1::2] *= 60.0
+    loud, loud_lse = problem.run("cuda")
+    assert torch.equal(loud[::2], quiet[::2]) and torch.equal(loud_lse[::2], quiet_lse[::2])
+    assert not torch.equal(loud[1::2], quiet[1::2])
+
+
 @pytest.mark.parametrize("batch", [3, 35])
 def test_keys_in_parts(batch: int, on_host: Run, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """One multiprocessor gains nothing by parts unless they are made cheaper than nothing."""
