@@ -177,11 +177,17 @@ def errors_of_attention(inputs: Inputs, granularity: int | None) -> Errors:
     latent, _ = reference.cache_rows(cache.layer(0), 0, torch.arange(keys, device=inputs.q.device))
     k, v = inputs.project(latent.to(torch.bfloat16))
     q8, q_scale = mla.quantize_per_token(inputs.q, target=inputs.target)
-    quantize_keys = mla.quantize_per_tensor if granularity is None else mla.quantize_per_token
-    k8, k_scales = quantize_keys(k, target=inputs.target)
-    v8, v_scale = mla.quantize_per_head(v, target=inputs.target)
+    lengths = inputs.weight.double().norm(dim=1).view(-1, DN + DV)  # scales are bounds: see mla/_chunk_buffer.py
+    bounds = latent.to(torch.bfloat16).double().norm(dim=1).max() * torch.stack(
+        (lengths[:, :DN].amax(1), lengths[:, DN:].amax(1))
+    )
+    k_scales, v_scale = (bounds[0].max() / 448).float().view(1), (bounds[1] / 448).float()
+    v8 = mla.quantize_with_scale(v, v_scale, target=inputs.target)
     q_rope = None
-    if granularity is None:
+    if granularity is not None:
+        k8, k_scales = mla.quantize_per_token(k, target=inputs.target)
+    else:
+        k8 = mla.quantize_with_scale(k, k_scales, target=inputs.target)
         q8, q_rope = q8[..., :DN], (inputs.q[..., DN:] / (q_scale * k_scales).unsqueeze(2)).bfloat16()
     dequantised = reference.prefill(
         q8, k8, v8, cache.layer(0), inputs.mask, rows, all_rows, SCALE, q_rope=q_rope, q_scale=q_scale,

@@ -138,7 +138,7 @@ def explain(
     Parameters
     ----------
     op : str
-        ``plan``, ``gather``, ``store``, ``prefill``, ``merge`` or ``quantize``.
+        ``plan``, ``gather``, ``project``, ``store``, ``prefill``, ``merge`` or ``quantize``.
     problem : Problem, optional
         Default: a DeepSeek-V3 step in bf16 over a paged cache of 64 tokens a page, causal, with LSE.
     target : Target or str
@@ -222,6 +222,8 @@ def _usual_problem(op: str) -> Problem:
         return Problem("merge", "bf16", "bf16", features=frozenset({"lse"}))
     if op == "quantize":
         return Problem("quantize", "bf16", "fp8")
+    if op == "project":
+        return Problem("project", "bf16", "fp8", features=frozenset({"static_scale"}))
     if op != "prefill":
         return Problem(cast("Op", op), "bf16", "bf16", page_size=64)
     from mla.masks import CausalMask

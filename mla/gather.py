@@ -26,10 +26,10 @@ from mla._check import (
 )
 from mla._launch import Stream, stream_scope, traced_target
 from mla._repeat import repeating
-from mla.dispatch import Memo, Runner, resolve
-from mla.errors import ArgumentError, DTypeError, ShapeError
+from mla.dispatch import Memo, Runner, chosen, resolve
+from mla.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
-from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem
+from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem, ProjectArgs
 
 if TYPE_CHECKING:
     from mla.target import Target
@@ -202,6 +202,44 @@ def up_project(latent: torch.Tensor, weight: Weight, output: torch.Tensor) -> No
     require_shape(result, "the result of weight", output.shape, f"k_latent_buffer has {tuple(latent.shape)} rows here")
     require_no_grad(**{"the result of weight": result})
     output.copy_(result)
+
+
+def projects_to_fp8(dtype: torch.dtype, fp8: torch.dtype, target: str | Target, device: torch.device) -> bool:
+    """Return whether something on a target divides by a scale and rounds to fp8 as it projects."""
+    key = ("projects to fp8", dtype, fp8, target, device)
+    found: bool | None = _runs.get(key)
+    if found is None:
+        try:
+            found = bool(chosen(_projection(dtype, fp8, 16), target, device))
+        except UnsupportedError:
+            found = False
+        _runs.remember(key, found)
+    return found
+
+
+@repeating
+def project_to_fp8(
+    output: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: torch.Tensor,
+    target: str | Target,
+    *,
+    stream: Stream | None = None,
+) -> Again | None:
+    """Write ``a @ b.T / scale``; the arguments, the library's own, are those of `mla.problem.ProjectArgs`."""
+    aligned_to = alignment(a, b, output)
+    key = ("project", target, output.device, a.dtype, output.dtype, aligned_to)
+    run: Runner | None = _runs.get(key)
+    if run is None:
+        run = _runs.remember(key, resolve(_projection(a.dtype, output.dtype, aligned_to), target, output.device))
+    with stream_scope(output.device, stream):
+        return run(ProjectArgs(a, b, output, scale))
+
+
+def _projection(dtype: torch.dtype, fp8: torch.dtype, aligned_to: int) -> Problem:
+    static = frozenset({"static_scale"})
+    return Problem("project", short_dtype(dtype), short_dtype(fp8), features=static, alignment=aligned_to)
 
 
 def _validated(cache: PagedKVCache, k_latent_buffer: torch.Tensor, aligned_to: int, target: str | Target) -> Runner:

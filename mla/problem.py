@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 #: numbers. Called on a GPU alone, and not while a graph is captured.
 Again = Callable[[], None]
 
-Op = Literal["plan", "gather", "store", "prefill", "merge", "quantize"]
-OPS: tuple[Op, ...] = ("plan", "gather", "store", "prefill", "merge", "quantize")
+Op = Literal["plan", "gather", "project", "store", "prefill", "merge", "quantize"]
+OPS: tuple[Op, ...] = ("plan", "gather", "project", "store", "prefill", "merge", "quantize")
 
 #: (q_depth, v_head_dim) pairs that kernels are written for: DeepSeek V2/V3/R1 and Kimi-K2; GLM-5.
 SUPPORTED_DIMS: tuple[tuple[int, int], ...] = ((192, 128), (256, 256))
@@ -121,6 +121,16 @@ class GatherArgs:
     buffer_length: int | torch.Tensor  # rows to write; an int32 [1] tensor is read on the device (< 0 means none)
     cache: PagedKVCache
     output: torch.Tensor  # [N, kv_lora_rank]; rows [buffer_row_offsets[B], buffer_length) become zero
+
+
+@dataclass(slots=True)
+class ProjectArgs:
+    """Arguments of ``project``: ``output = a @ b.T / scale`` in fp8, each number of rows with a scale of its own."""
+
+    a: torch.Tensor  # [n, 512], rows contiguous, as those of b and of the output; any row stride
+    b: torch.Tensor  # [m, 512]
+    output: torch.Tensor  # [n, m] fp8
+    scale: torch.Tensor  # f32 [s]: one for each n / s rows, a multiple of 64 where s > 1
 
 
 @dataclass(slots=True)

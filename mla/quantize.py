@@ -318,9 +318,14 @@ def write_scales(
         amax = torch.linalg.vector_norm(x, float("inf"), dim=reduced, dtype=torch.float32).view(scale.shape)
     else:
         amax = torch.zeros(scale.shape, dtype=torch.float32, device=x.device)
+    write_scales_of(amax, dtype, scale, least)
+
+
+def write_scales_of(amax: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, least: float = 2.0**-126) -> None:
+    """Write the f32 scales, at least `least`, of elements of at most `amax` f32, shaped as they are."""
     # By a tensor: torch divides by a number on a GPU by multiplying with its rounded reciprocal.
     most = torch.finfo(dtype).max
-    largest = torch.full_like(amax, most) if torch.compiler.is_compiling() else number_on(most, x.device)
+    largest = torch.full_like(amax, most) if torch.compiler.is_compiling() else number_on(most, amax.device)
     torch.div(amax, largest, out=scale).clamp_(min=least)
 
 

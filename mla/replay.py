@@ -22,21 +22,22 @@ from mla.dispatch import resolve
 from mla.errors import ArgumentError
 from mla.kv_cache import PagedKVCache
 from mla.masks import Mask, MaskProgram
-from mla.problem import GatherArgs, MergeArgs, PlanArgs, PrefillArgs, Problem, QuantizeArgs, StoreArgs
+from mla.problem import GatherArgs, MergeArgs, PlanArgs, PrefillArgs, Problem, ProjectArgs, QuantizeArgs, StoreArgs
 from mla.target import Target
 from mla.tolerance import lse_error, output_error, precision_of
 
 FORMAT = 1
 
-Args = PlanArgs | GatherArgs | StoreArgs | PrefillArgs | MergeArgs | QuantizeArgs
+Args = PlanArgs | GatherArgs | ProjectArgs | StoreArgs | PrefillArgs | MergeArgs | QuantizeArgs
 _ARGS: dict[str, Callable[..., Args]] = {
-    "plan": PlanArgs, "gather": GatherArgs, "store": StoreArgs, "prefill": PrefillArgs, "merge": MergeArgs,
-    "quantize": QuantizeArgs,
+    "plan": PlanArgs, "gather": GatherArgs, "project": ProjectArgs, "store": StoreArgs, "prefill": PrefillArgs,
+    "merge": MergeArgs, "quantize": QuantizeArgs,
 }  # fmt: skip
 #: Arguments that a launch writes, by op. A store writes into the cache.
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "plan": ("buffer_row_offsets", "cache_offsets", "buffer_lengths", "required_chunks"),
     "gather": ("output",),
+    "project": ("output",),
     "store": ("cache.latent", "cache.rope", "cache.scales"),
     "prefill": ("output", "lse"),
     "merge": ("output", "output_lse"),
@@ -163,7 +164,7 @@ class Recording:
     def errors(self, results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return each result's error as a share of its bound: up to 1 is within it."""
         precision = precision_of(self.problem["dtypes"].removesuffix("_fnuz"))
-        if self.op == "gather":
+        if self.op in ("gather", "project"):
             precision = self.problem["out_dtype"]
         shares = {}
         for name, tensor in expected.items():
@@ -283,6 +284,12 @@ def _expect_gather(args: GatherArgs) -> dict[str, torch.Tensor]:
     return {"output": output}
 
 
+def _expect_project(args: ProjectArgs) -> dict[str, torch.Tensor]:
+    output, most = args.a.double() @ args.b.double().T, torch.finfo(args.output.dtype).max
+    each = args.scale.double().repeat_interleave(-(-len(output) // len(args.scale)))[: len(output), None]
+    return {"output": (output / each).clamp(-most, most)}
+
+
 def _expect_prefill(args: PrefillArgs) -> dict[str, torch.Tensor]:
     k_rope: PagedKVCache | torch.Tensor
     scales = None
@@ -319,5 +326,6 @@ def _expect_merge(args: MergeArgs) -> dict[str, torch.Tensor]:
 
 
 _EXPECT: dict[str, Any] = {
-    "plan": _expect_plan, "gather": _expect_gather, "prefill": _expect_prefill, "merge": _expect_merge,
+    "plan": _expect_plan, "gather": _expect_gather, "project": _expect_project, "prefill": _expect_prefill,
+    "merge": _expect_merge,
 }  # fmt: skip

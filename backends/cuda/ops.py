@@ -10,6 +10,7 @@ from mla.backends.cuda.plan import Plan
 from mla.backends.cuda.prefill_fp8_sm90 import PrefillFp8Sm90
 from mla.backends.cuda.prefill_sm80 import PrefillSm80
 from mla.backends.cuda.prefill_sm90 import PrefillSm90
+from mla.backends.cuda.project import ProjectSm90
 from mla.backends.cuda.quantize import Quantize
 from mla.backends.cuda.store import Store
 from mla.problem import Problem
@@ -22,12 +23,13 @@ __all__ = [
     "PrefillFp8Sm90",
     "PrefillSm80",
     "PrefillSm90",
+    "ProjectSm90",
     "Quantize",
     "Store",
     "variants",
 ]
 
-ENTRIES = (Plan, Gather, Store, Merge, PrefillSm80, PrefillSm90, PrefillFp8Sm90, Quantize)
+ENTRIES = (Plan, Gather, Store, Merge, PrefillSm80, PrefillSm90, PrefillFp8Sm90, ProjectSm90, Quantize)
 
 
 def variants(arch: str) -> Iterator[tuple[str, Problem]]:

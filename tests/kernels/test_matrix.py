@@ -15,7 +15,7 @@ import torch
 
 from mla import dispatch, reference, registry
 from mla.errors import UnsupportedError
-from mla.gather import gather_latent
+from mla.gather import gather_latent, project_to_fp8
 from mla.merge import merge_attn_states
 from mla.plan import generic_flare_mla_prefill_ragged_paged_plan
 from mla.problem import PREFILL_DTYPES, Problem
@@ -36,6 +36,7 @@ from tests.support.matrix_cases import (
     PLANS,
     PREFILLS,
     PREFILLS_FULL,
+    PROJECTIONS,
     QUANTIZATIONS,
     STORES,
     PlanCase,
@@ -203,6 +204,24 @@ def test_store(implementation: Implementation, device: torch.device, case: Any, 
             atol = 2**-9 * wanted.abs().max().item() / 240
             torch.testing.assert_close(stored, wanted, rtol=2**-4, atol=atol)
     assert torch.equal(cache.latent.float()[~touched.to(device)], before[~touched.to(device)])
+
+
+@over("project", PROJECTIONS)
+def test_project(implementation: Implementation, device: torch.device, case: Any, only: str, seed: int) -> None:
+    rows, columns, gap, scales = case
+    random = torch.Generator().manual_seed(seed)
+    a, b = (
+        (torch.randn(n, 512 + gap, generator=random) / by).bfloat16().to(device)[:, gap:]
+        for n, by in ((rows, 1.0), (columns, 512**0.5))
+    )
+    around = torch.full((rows + 2, columns + 32), 1.0, device=device).to(fp8_dtype(device))
+    scale = (torch.rand(scales, generator=random) * 0.02 + 0.005).to(device)  # some saturate
+    project_to_fp8(around[1:-1, 16:-16], a, b, scale, only)
+    each = scale.double().repeat_interleave(-(-rows // scales))[:rows, None]
+    expected = (a.double() @ b.double().T / each).clamp(-448, 448)
+    torch.testing.assert_close(around[1:-1, 16:-16].double(), expected, rtol=2**-4, atol=2**-9)
+    around[1:-1, 16:-16] = 1.0
+    assert (around.float() == 1.0).all(), "nothing else is written"
 
 
 @over("merge", MERGES)

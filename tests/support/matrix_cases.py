@@ -141,6 +141,9 @@ STORES: list[Any] = [
     )
 ]
 
+#: rows, columns, elements between rows, scales
+PROJECTIONS: list[Any] = [(1, 448, 0, 1), (700, 4096, 0, 1), (200, 24, 64, 1), (384, 272, 0, 3)]
+
 #: dtype, output dtype, dv, LSE layout, which input the output is (-1: neither)
 MERGES: list[Any] = [
     ("bf16", "bf16", 128, "TH", -1),

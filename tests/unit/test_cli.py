@@ -35,7 +35,7 @@ def test_explain_takes_the_problem_and_answers_in_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["explain", "decode"], "op: 'decode' is not one of plan, gather, store, prefill, merge"),
+        (["explain", "decode"], "op: 'decode' is not one of plan, gather, project, store, prefill, merge"),
         (["explain", "plan", "--target", "cude"], "unknown target 'cude' (did you mean 'cuda'?)"),
         (["explain", "prefill", "--mask", "Causal"], "mask: 'Causal' is not one of CausalMask, NullMask"),
         (["demo", "--target", "cuda:gfx942"], "target 'cuda:gfx942': unknown architecture 'gfx942'"),

@@ -52,12 +52,15 @@ def test_equals_the_oracle_on_operands_that_are_quantised_by_hand(layout: str) -
     latent = torch.cat(data.latent).bfloat16()
     keys, values = (latent @ weight.T).view(-1, HEADS, 256).split(128, 2)
     q8, q_scale = mla.quantize_per_token(q, target="cpu")
-    v8, v_scale = mla.quantize_per_head(values, target="cpu")
+    longest, rows = latent.double().norm(dim=1).max(), weight.double().norm(dim=1).view(HEADS, 2, 128).amax(2)
+    v_scale = (longest * rows[:, 1] / 448).float()
+    v8 = mla.quantize_with_scale(values, v_scale, target="cpu")
     if layout == "fp8":
         k8, k_scales = mla.quantize_per_token(keys, target="cpu")
         rest = {}
     else:  # the fused row has a bf16 rope too
-        k8, k_scales = mla.quantize_per_tensor(keys, target="cpu")
+        k_scales = (longest * rows[:, 0].max() / 448).float().view(1)
+        k8 = mla.quantize_with_scale(keys, k_scales, target="cpu")
         q8, rest = q8[..., :128], {"q_rope": (q[..., 128:] / (q_scale * k_scales).unsqueeze(2)).bfloat16()}
     expected, expected_lse = reference.prefill(
         q8, k8, v8, data.cache.layer(data.layer_idx), masks.CausalMask(), data.input_row_offsets,

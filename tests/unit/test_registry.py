@@ -85,7 +85,7 @@ def test_the_packaged_file_is_read_and_every_condition_may_be_absent() -> None:
         ("schema: 1", "schema: 2", 1, "schema is 2"),
         ("schema: 1", "schema: true", 1, "schema is True"),
         ("    op: merge\n", "", 3, "lacks the key 'op'"),
-        ("    op: merge", "    op: marge", 4, "'marge' is not one of plan, gather, store, prefill, merge"),
+        ("    op: merge", "    op: marge", 4, "'marge' is not one of plan, gather, project, store, prefill, merge"),
         ("    op: merge", "    op: merge\n    op: merge", 5, "repeated key 'op'"),
         ("[merge.cu]", "[absent.cu]", 7, "source 'absent.cu' does not exist"),
         ("priority: 5", "priority: high", 8, "priority must be an integer >= 0, not 'high'"),
