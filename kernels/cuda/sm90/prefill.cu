@@ -17,6 +17,7 @@
 //   consumers  160 (O 64, S and P 64)            q_full, k_full, v_full               k_empty, v_empty, q_empty
 //   producer   32, one warp of a warpgroup       q_empty, k_empty, v_empty            q_full, k_full, v_full, job_full
 //   rope warps 32, the three others              job_full                             k_full
+// The first of the rope warps brings the operands of a short call into L2 before anything else.
 // The tile of (256, 256) dims is 2 x 64 rows by 64 keys, that of softcap and bias 2 x 64 by 128; 216 and 72 registers.
 //
 // Shared memory, bytes from a 1024-byte boundary (192, 128):
