@@ -58,8 +58,8 @@ def test_kernels_keep_their_registers_and_the_tensor_cores_asynchronous(name: st
     problem, variant = KERNELS[name]
     spec, tile = prefill_spec(problem, variant), tile_of(problem)
     binary = compiler.compile_unit(compiler.unit(spec, "sm_90a"))
-    # The bodies for tiles with a scale for each key, and the producer's warps with their 32 registers where V^T is copied,
-    # may put away a few words.
+    # The bodies for tiles with a scale for each key, and the producer's warps with their 32 registers where V^T is
+    # copied, may put away a few words.
     spills = 0 if tile.row_groups == 2 else 160 if variant.value_scales else 120
     assert int(str(binary.report["spill_store_bytes"])) <= spills
     assert binary.report["registers"] == 65536 // spec.threads // 8 * 8
