@@ -12,6 +12,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language import debug_barrier
 
+from .hopper_tiles import reinterpret
+
 # Both were renamed after Triton 3.6.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 row_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -56,7 +58,7 @@ def copy_rope(
     by_row: gl.constexpr = gl.BlockedLayout([1, 16 // BYTES], [8 // BYTES, 4 * BYTES], [gl.num_warps(), 1], [1, 0])
     offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))
     offs_rope = gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, by_row))
-    pieces = s_rope._reinterpret(s_rope.dtype, [BLOCK_N // PIECE, PIECE, ROPE_DIM], s_rope.layout)
+    pieces = reinterpret(s_rope, s_rope.dtype, [BLOCK_N // PIECE, PIECE, ROPE_DIM], s_rope.layout)
     for piece in range(BLOCK_N // PIECE):
         line = piece * PIECE + offs_n
         n = line % (BLOCK_N // HALVES) * HALVES + line // (BLOCK_N // HALVES)
@@ -113,8 +115,8 @@ def shift_values(s_v, s_raw, row):
     CHUNK: gl.constexpr = s_raw.shape[3]
     CHUNKS: gl.constexpr = s_raw.shape[0] - 1
     by_column: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    chunks = s_raw._reinterpret(gl.int32, [CHUNKS + 1, V, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    columns = s_v._reinterpret(gl.int32, [V, CHUNKS * 4], gl.NVMMASharedLayout(128, 32, 2))
+    chunks = reinterpret(s_raw, gl.int32, [CHUNKS + 1, V, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    columns = reinterpret(s_v, gl.int32, [V, CHUNKS * 4], gl.NVMMASharedLayout(128, 32, 2))
     words = row % CHUNK // 4
     bits = row % 4 * 8
     a, b, c, d = _four_words(chunks.index(0).load(by_column))
@@ -154,8 +156,8 @@ def transpose_values(s_v, s_raw):
     BLOCK_N: gl.constexpr = s_raw.shape[1]
     PIECE: gl.constexpr = s_raw.shape[3]
     four_keys: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
-    rows = s_raw._reinterpret(gl.int32, [PIECES, BLOCK_N, PIECE // 4], gl.NVMMASharedLayout(PIECE, 32, 2))
-    columns = s_v._reinterpret(gl.int32, [PIECES, PIECE, BLOCK_N // 4], gl.NVMMASharedLayout(128, 32, 2))
+    rows = reinterpret(s_raw, gl.int32, [PIECES, BLOCK_N, PIECE // 4], gl.NVMMASharedLayout(PIECE, 32, 2))
+    columns = reinterpret(s_v, gl.int32, [PIECES, PIECE, BLOCK_N // 4], gl.NVMMASharedLayout(128, 32, 2))
     for piece in range(PIECES):
         words = rows.index(piece).load(four_keys)
         words = words.reshape([BLOCK_N // 4, 2, 2, PIECE // 4]).permute((0, 3, 1, 2))

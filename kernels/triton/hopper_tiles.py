@@ -2,8 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language import debug_barrier
+
+# Renamed after Triton 3.6.
+reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
@@ -66,7 +70,7 @@ def turn_rows(rows, negative):
     BYTES: gl.constexpr = rows.dtype.primitive_bitwidth // 8
     LINE: gl.constexpr = rows.shape[1] * BYTES
     lines: gl.constexpr = gl.BlockedLayout([1, 16], [512 // LINE, LINE // 16], [4, 1], [1, 0])
-    raw = rows._reinterpret(gl.int8, [rows.shape[0], LINE], gl.NVMMASharedLayout(LINE, 8, 2))
+    raw = reinterpret(rows, gl.int8, [rows.shape[0], LINE], gl.NVMMASharedLayout(LINE, 8, 2))
     turned = gl.convert_layout(negative.to(gl.int8), gl.SliceLayout(1, lines)) != 0
     of_sign = gl.arange(0, LINE, layout=gl.SliceLayout(0, lines)) % BYTES == BYTES - 1
     raw.store(raw.load(lines) ^ gl.where(turned[:, None] & of_sign[None, :], -128, 0).to(gl.int8))
@@ -97,7 +101,7 @@ def zero_columns(s_v, count):
     by_word: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     kept = count - 4 * gl.arange(0, WORDS, layout=gl.SliceLayout(0, by_word))  # bytes of a word
     mask = gl.where(kept >= 4, -1, (1 << (8 * gl.maximum(kept, 0))) - 1)[None, :]
-    pieces = s_v._reinterpret(gl.int32, [V // PIECE, PIECE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
+    pieces = reinterpret(s_v, gl.int32, [V // PIECE, PIECE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
     for piece in range(gl.where(count > 0, V // PIECE, 0)):  # always the former; unrolled it would take many registers
         pieces.index(piece).store(pieces.index(piece).load(by_word) & mask)
     fence_async_shared()

@@ -65,7 +65,19 @@ from .hopper_loads import (
     send_job,
     tma_load,
 )
-from .hopper_tiles import as_e4m3, by_key, by_line, halves, in_lane, in_order, turn_rows, whole, zero_columns, zero_rows
+from .hopper_tiles import (
+    as_e4m3,
+    by_key,
+    by_line,
+    halves,
+    in_lane,
+    in_order,
+    reinterpret,
+    turn_rows,
+    whole,
+    zero_columns,
+    zero_rows,
+)
 from .prefill import HIDDEN, LN2, LOG2E, SCAN, SLOT_FIELDS, VISIBLE, _class, _sequence
 
 ROWS = gl.constexpr(64)  # of a consumer
@@ -129,8 +141,8 @@ def _producer(
     HALVES: gl.constexpr = 2 if FP8 else 1
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     box: gl.constexpr = [STAGES_K * BOXES * HALVES, 1, BOX // HALVES, ROPE_DIM]
-    s_boxes = s_rope._reinterpret(s_rope.dtype, box, rope_map.layout)
-    s_halves = s_k._reinterpret(s_k.dtype, [STAGES_K * HALVES, 1, BLOCK_N // HALVES, NOPE], k_map.layout)
+    s_boxes = reinterpret(s_rope, s_rope.dtype, box, rope_map.layout)
+    s_halves = reinterpret(s_k, s_k.dtype, [STAGES_K * HALVES, 1, BLOCK_N // HALVES, NOPE], k_map.layout)
     step = items * 0
     step_v = items * 0
     turn = items * 0
