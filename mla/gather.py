@@ -26,7 +26,7 @@ from mla._check import (
 )
 from mla._launch import Stream, stream_scope, traced_target
 from mla._repeat import repeating
-from mla.dispatch import Memo, Runner, chosen, resolve
+from mla.dispatch import Memo, Runner, resolve
 from mla.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem, ProjectArgs
@@ -210,7 +210,7 @@ def projects_to_fp8(dtype: torch.dtype, fp8: torch.dtype, target: str | Target, 
     found: bool | None = _runs.get(key)
     if found is None:
         try:
-            found = bool(chosen(_projection(dtype, fp8, 16), target, device))
+            found = bool(resolve(_projection(dtype, fp8, 16), target, device))
         except UnsupportedError:
             found = False
         _runs.remember(key, found)
