@@ -188,10 +188,7 @@ FAULTS_FULL = {
     "values_past_the_last_key": ("if (keys >= kBlockN) return;", "return;"),
     "columns_swapped": ("lane < 16 ? 0x6240 : 0x7351", "lane < 16 ? 0x7351 : 0x6240"),
     "sums_not_moved": ("sums.l[r] *= alpha;", ""),
-    "values_never_given_back": (
-        "release(shared.v_empty(v.stage()));\n    v.advance();\n    if",
-        "v.advance();\n    if",
-    ),
+    "values_never_given_back": ("mbarrier_arrive_if(lead, shared.v_empty(v.stage()));", ""),
     "probabilities_out_of_place": ("words[2 * u + r] =", "words[(2 * u + r) ^ 2] ="),
     "second_half_from_the_first": ("row + block + half, full", "row + half, full"),
 }

@@ -28,9 +28,10 @@
 //   174080  q_scale of rows, heads of K tiles, items, table, jobs, 24 mbarriers
 //
 // Numerics: the accumulators of an fp8 product truncate, so each tile's P V stands alone and is added in fp32. A tile
-// of which every key is visible takes its exponentials by the references of before; a P of 2^8 or more makes that row,
-// and it alone, take its maximum and the tile begin anew. Without an LSE sums of P are a column of the product, of what
-// was rounded. LSE formed once at the end. Nothing of a row depends on the rest of the batch.
+// of which every key is visible takes its exponentials by the references of before, the first of several by its maxima; a
+// P of 2^8 or more (with an LSE: a sum of kLargest) makes that row, and it alone, take its maximum and the tile begin
+// anew. Without an LSE sums of P are a column of the product, of what was rounded. LSE formed once at the end. Nothing of
+// a row depends on the rest of the batch.
 //
 // Budget of a tile of 192 x 128: 15.7 MFLOP, 1,920 cycles of the tensor cores, 1,536 of the units for exponentials; 40
 // KB from L2. The power limit (700 W) sets the clock. docs/perf-log.md tells what was measured and tried.
