@@ -85,6 +85,8 @@ EVERY_LANE_ARRIVES = (
     Edit(f"{_SM90}/prefill_fp8_producer.cuh", f"{_TMA_OF_VALUES}cp_async",
          f"{_TMA_OF_VALUES}for (int i = 1; i < 32; i++) mbarrier_arrive(full);\n          cp_async"),
     Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "if (elect_sync()) mbarrier_arrive", "mbarrier_arrive"),
+    Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "const bool lead = elect_sync();", "const bool lead = true;"),
+    Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "words, elect_sync());", "words, true);"),
 )  # fmt: skip
 
 _ROWS_STORED, _ALL_STORED = "const bool inside = row + 8 * r < item.rows;", "const bool inside = true;"

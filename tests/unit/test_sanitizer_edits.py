@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mla import registry
+from mla import dispatch, registry
+from mla.backends.cuda.ops import PrefillFp8Sm90, PrefillSm90
+from tests.support.cuda_execution import executed, needs_compiler
+from tests.support.problems import Case, build
 from tests.support.sanitize import TOOLS
 from tests.support.sanitizer_edits import EVERY_LANE_ARRIVES, FAULTS, ROOT, Edit, Fault, copy_sources
 
@@ -31,6 +34,24 @@ def test_every_tool_has_faults() -> None:
 def test_a_copy_has_the_edits_and_no_others(tmp_path: Path) -> None:
     copy_sources(tmp_path / "copy", EVERY_LANE_ARRIVES)
     assert changed(tmp_path / "copy") == {edit.file for edit in EVERY_LANE_ARRIVES}
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", [PrefillSm90, PrefillFp8Sm90])
+def test_every_arrival_is_counted(entry: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The kernels for sm_90 in which every lane arrives come to their end, warp by warp on the host."""
+
+    def edited(text: str) -> str:
+        for edit in EVERY_LANE_ARRIVES:
+            text = text.replace(edit.old, edit.new) if ("fp8" in edit.file) == (entry is PrefillFp8Sm90) else text
+        return text
+
+    executed(monkeypatch, "sm_90a", entry, tmp_path, edited, seed)
+    dtypes = "fp8" if entry is PrefillFp8Sm90 else "bf16"
+    build(Case(dtypes=dtypes, lengths=((200, 130), (0, 1)), heads=1, page_size=16, chunk=(100, 90)), "cpu", seed).run(
+        "cuda"
+    )
+    dispatch.forget()
 
 
 def test_an_edit_that_does_not_fit_is_an_error() -> None:
