@@ -374,8 +374,8 @@ def test_every_tile_and_its_half(
         steep,
         {"page_size": 1, "sinks": True, "softcap": 12.0},
         {"scale": -0.05, "dtypes": "fp16"},
-        # the rope is rounded to bf16 with its scale: at 0.15 an LSE was 1.03 times its bound away
-        {"scale": 0.1, "dtypes": "fp8"},
+        # The rope is rounded to bf16 with its scale, an error that grows with the softmax scale: at the usual one.
+        {"dtypes": "fp8"},
         {"dtypes": "fp8+bf16_rope", "v_scale": "row", "v_transposed": True, "page_size": 1},
         {**steep, "dtypes": "fp16+fp8_rope"},
     ):
