@@ -98,9 +98,13 @@ def test_every_buffer_size_stays_within_the_bound_of_fp8(size: int, known: bool,
 def test_every_target_agrees_with_the_reference(target: str, cache: str, weight_is: str) -> None:
     data, q, weight = job(device="cuda", dtype=torch.bfloat16 if cache == "bf16" else fp8_dtype(torch.device("cuda")))
     q, weight = q.cuda(), weight.cuda()
-    # In f64, so that both sides see the same numbers: a chunk's scale is its maximum, and a product that rounds one bit
-    # away there would round every key to another fp8 number.
-    projection = weight if weight_is == "tensor" else lambda x: (x.double() @ weight.to(x.device).double().T).to(x.dtype)
+
+    # So that both sides see the same numbers: a chunk's scale is its maximum, and a product that rounds one bit away
+    # there would round every key to another fp8 number.
+    def in_f64(latent: torch.Tensor) -> torch.Tensor:
+        return (latent.double() @ weight.to(latent.device).double().T).to(latent.dtype)
+
+    projection = weight if weight_is == "tensor" else in_f64
     same, _, _ = job(dtype=data.cache.layer(0).rope.dtype)
     format_here = {"attention_dtype": fp8_dtype(torch.device("cuda"))}
     for size in (50, 1000):
@@ -108,8 +112,8 @@ def test_every_target_agrees_with_the_reference(target: str, cache: str, weight_
             out, lse = run(data, q, projection, size, target=target, **format_here)
         except UnsupportedError as error:
             pytest.skip(str(error).splitlines()[0])
-        reference_projection = weight.cpu() if weight_is == "tensor" else projection
-        expected, expected_lse = run(same, q.cpu(), reference_projection, size, **format_here)
+        same_projection = weight.cpu() if weight_is == "tensor" else projection
+        expected, expected_lse = run(same, q.cpu(), same_projection, size, **format_here)
         assert_output(out, expected, "fp8")
         assert_lse(lse, expected_lse, "fp8", factor=2)
 
