@@ -180,12 +180,13 @@ MLA_DEVICE void copy_values(const PrefillParams& p, const KeyJob& job, uint32_t 
 #pragma unroll 1
   for (int column = lane / kChunks; column < MLA_V_DIM; column += kAtOnce * kEach) {
     uint32_t words[kAtOnce][5];
-    const uint8_t* from = columns + column * p.values_stride_d;
 #pragma unroll
-    for (int turn = 0; turn < kAtOnce; turn++, from += kEach * p.values_stride_d)
+    for (int turn = 0; turn < kAtOnce; turn++) {
+      const uint8_t* from = columns + (column + turn * kEach) * p.values_stride_d;
 #pragma unroll
       for (int i = 0; i < 5; i++)
         words[turn][i] = key - key % 4 + 4 * i < p.rows ? __ldg(reinterpret_cast<const uint32_t*>(from) + i) : 0;
+    }
 #pragma unroll
     for (int turn = 0; turn < kAtOnce; turn++) {
       const int at = column + turn * kEach;
