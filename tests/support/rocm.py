@@ -114,7 +114,10 @@ def through_public_functions(monkeypatch: pytest.MonkeyPatch, executor: Any) -> 
     """
 
     def resolve(problem: Any, target: object, device: torch.device) -> Callable[[Any], None]:
-        (one,) = (one for one in registry.default() if one.backend == "rocm" and one.op == problem.op)
+        entries = [one for one in registry.default() if one.backend == "rocm" and one.op == problem.op]
+        if not entries:
+            raise UnsupportedError(f"ROCm has no {problem.op}")
+        (one,) = entries
         _, faults = one.requires.compare(problem, executor.arch)
         entry = one.load()
         refusal = None if faults else entry.check(problem, executor.arch)
