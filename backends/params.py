@@ -125,31 +125,31 @@ class StoreParams(Structure):
     ]
 
 
-class Rows(Structure):
-    """[T, H, dv] or [T, H], strides in bytes."""
+class HeadRows(Structure):
+    """[T, H, ...] or [T, H], strides in bytes; those of scales that are shared are 0."""
 
     _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
+
+
+def head_rows(tensor: torch.Tensor) -> HeadRows:
+    """Describe [T, H, ...] or [T, H]."""
+    size = tensor.element_size()
+    return HeadRows(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
 
 
 class MergeParams(Structure):
     """Parameter block of the merge."""
 
     _fields_ = [
-        ("output", Rows),
-        ("prefix", Rows),
-        ("suffix", Rows),
-        ("prefix_lse", Rows),
-        ("suffix_lse", Rows),
-        ("output_lse", Rows),
+        ("output", HeadRows),
+        ("prefix", HeadRows),
+        ("suffix", HeadRows),
+        ("prefix_lse", HeadRows),
+        ("suffix_lse", HeadRows),
+        ("output_lse", HeadRows),
         ("tokens", c_int),
         ("heads", c_int),
     ]
-
-
-class HeadRows(Structure):
-    """[T, H, ...], strides in bytes; those of scales that are shared are 0."""
-
-    _fields_ = [("data", c_void_p), ("token_stride", c_longlong), ("head_stride", c_longlong)]
 
 
 class QuantizeParams(Structure):

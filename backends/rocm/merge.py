@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mla.backends.params import C_TYPES, MergeParams, Rows
+from mla.backends.params import C_TYPES, HeadRows, MergeParams, head_rows
 from mla.backends.rocm import runtime
 from mla.backends.rocm.compiler import KernelSpec
 from mla.problem import SUPPORTED_DIMS, MergeArgs, Problem
@@ -17,11 +17,6 @@ THREADS = 256
 #: (token, head) rows of a thread: with two inputs, eight 16-byte loads in flight.
 ROWS = 4
 _CHUNK = 8
-
-
-def _rows(tensor: torch.Tensor) -> Rows:
-    size = tensor.element_size()
-    return Rows(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
 
 
 class Merge:
@@ -63,12 +58,12 @@ class Merge:
         def run(args: MergeArgs) -> None:
             tokens, heads = args.output.shape[:2]
             params = MergeParams(
-                _rows(args.output),
-                _rows(args.prefix_output),
-                _rows(args.suffix_output),
-                _rows(args.prefix_lse),
-                _rows(args.suffix_lse),
-                Rows() if args.output_lse is None else _rows(args.output_lse),
+                head_rows(args.output),
+                head_rows(args.prefix_output),
+                head_rows(args.suffix_output),
+                head_rows(args.prefix_lse),
+                head_rows(args.suffix_lse),
+                HeadRows() if args.output_lse is None else head_rows(args.output_lse),
                 tokens,
                 heads,
             )

@@ -17,6 +17,7 @@ from mla.backends.params import (
     PagedRows,
     PageTable,
     SequenceArgs,
+    head_rows,
     usual_fp8_prefills,
     usual_prefills,
     usual_prefills_beside_fp8,
@@ -121,12 +122,6 @@ class PrefillParams(Structure):
         ("batch_size", c_int),
         ("slots_y", c_int),
     ]
-
-
-def head_rows(tensor: torch.Tensor) -> HeadRows:
-    """Describe [rows, H, width]."""
-    size = tensor.element_size()
-    return HeadRows(tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
 
 
 def _value_rows(v: torch.Tensor, transposed: bool) -> HeadRows:
