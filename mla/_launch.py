@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -11,12 +11,23 @@ from mla._check import is_capturing
 from mla.errors import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mla.problem import Again
     from mla.target import Target
 
 Stream = torch.cuda.Stream | int
 
 _HERE: AbstractContextManager[Any] = nullcontext()
-_numbers: dict[tuple[float, torch.device, int], torch.Tensor] = {}
+_NUMBERS_MAX = 4096
+
+
+class _Number(NamedTuple):
+    tensor: torch.Tensor
+    streams: set[int]  # raw streams that have written it
+
+
+_numbers: dict[tuple[float, torch.device], _Number] = {}
 
 
 def stream_scope(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
@@ -69,12 +80,40 @@ def traced_target(target: str | Target, stream: Stream | None) -> str:
 def number_on(value: float, device: torch.device) -> torch.Tensor:
     """Return a number as f32 [1], written before whatever comes next on the current stream.
 
-    Kept for that stream, unless there are many, it would live in the memory of a captured graph, or it is a fake.
+    Kept for good and for every stream, each of which writes the same bytes before it first reads them; unless there
+    are many, it would live in the memory of a captured graph, or it is a fake.
     """
-    key = value, device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    tensor = _numbers.get(key)
-    if tensor is None:
-        tensor = torch.full((1,), value, dtype=torch.float32, device=device)
-        if type(tensor) is torch.Tensor and not is_capturing(device) and len(_numbers) < 64:
-            _numbers[key] = tensor
-    return tensor
+    stream, kept = _raw_stream(device), _numbers.get((value, device))
+    if kept is None or (stream not in kept.streams and is_capturing(device)):
+        with torch.inference_mode(False):  # another stream may write it outside of that
+            tensor = torch.full((1,), value, dtype=torch.float32, device=device)
+        if type(tensor) is not torch.Tensor or is_capturing(device) or len(_numbers) >= _NUMBERS_MAX:
+            return tensor
+        kept = _numbers.setdefault((value, device), _Number(tensor, set()))
+        if kept.tensor is tensor:
+            kept.streams.add(stream)
+    if stream not in kept.streams:
+        kept.tensor.fill_(value)
+        kept.streams.add(stream)
+    return kept.tensor
+
+
+def behind_numbers(again: Again, values: Sequence[float], device: torch.device) -> Again | None:
+    """Return what launches again behind numbers that the launch reads; None where one of them was not kept."""
+    if any((value, device) not in _numbers for value in values):
+        return None
+    streams = {_raw_stream(device)}
+
+    def repeat() -> None:
+        stream = _raw_stream(device)
+        if stream not in streams:
+            for value in values:
+                number_on(value, device)
+            streams.add(stream)
+        again()
+
+    return repeat
+
+
+def _raw_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

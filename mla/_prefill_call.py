@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla import dispatch
 from mla._check import as_index, check_non_negative, check_offsets, is_capturing, readable, require_no_grad
-from mla._launch import Stream, number_on, stream_scope, traced_target
+from mla._launch import Stream, behind_numbers, number_on, stream_scope, traced_target
 from mla._prefill_check import describe
 from mla.errors import ArgumentError, ShapeError
 from mla.kv_cache import PagedKVCache
@@ -39,7 +39,8 @@ class Form:
     indices_ready: bool  # every index tensor is contiguous int32 on the device of the call
     indices_on_cpu: bool  # one of them can be read without a sync
     captures: bool  # a cache or a mask brings tensors that may have been copied before the call
-    reads_operands: bool  # the kernel reads the call's own tensors alone, none that was made of one for the call
+    reads_operands: bool  # the kernel reads the call's own tensors and numbers, nothing that was made for the call
+    numbers: bool  # a scale is a Python number
 
 
 @dataclass(slots=True)
@@ -85,6 +86,12 @@ class Call:
             "kv_lengths": self.kv_lengths,
         }
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The scales that are Python numbers."""
+        scales = self.q_scale, self.k_scales, self.v_scale
+        return tuple(scale for scale in scales if isinstance(scale, (float, int)))
+
 
 def launch(call: Call, stream: Stream | None) -> Again | None:
     """Check the call, choose its kernel and launch it; see `mla._repeat.repeating` for what is returned.
@@ -105,7 +112,9 @@ def launch(call: Call, stream: Stream | None) -> Again | None:
 def attend(call: Call, form: Form) -> Again | None:
     """Launch a call that was judged, on the current stream; see `mla._repeat.repeating` for what is returned."""
     again = form.run(canonical(call, form))
-    return again if form.reads_operands and not call.check_indices else None
+    if again is None or not form.reads_operands or call.check_indices:
+        return None
+    return behind_numbers(again, call.numbers, call.q.device) if form.numbers else again
 
 
 def judge(call: Call) -> Form:
@@ -189,6 +198,7 @@ def find_form(call: Call) -> Form:
             any(i.device.type == "cpu" for i in given),
             isinstance(call.k_rope, PagedKVCache) or bool(call.mask.program.captures),
             _reads_operands(call, given),
+            bool(call.numbers),
         )
         _forms.remember(key, form)
     return form
@@ -199,12 +209,11 @@ def _are_ready(indices: list[torch.Tensor], device: torch.device) -> bool:
 
 
 def _reads_operands(call: Call, indices: list[torch.Tensor]) -> bool:
-    device, scales = call.q.device, (call.q_scale, call.k_scales, call.v_scale)
+    device = call.q.device
     return (
         _are_ready(indices, device)
         and (call.sinks is None or call.sinks.is_contiguous())
         and all(capture.device == device for capture in call.mask.captures)
-        and all(scale is None or isinstance(scale, torch.Tensor) for scale in scales)
     )
 
 

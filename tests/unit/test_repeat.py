@@ -130,14 +130,92 @@ def test_what_is_copied_or_looked_at_is_launched_anew(name: str, launched: Imple
     assert launched.first(prefill(given, **keywords)) == ["anew"] * 3
 
 
-def test_scales_that_are_numbers_are_written_anew(launched: Implementation) -> None:
+def fp8_operands() -> dict[str, Any]:
+    """Return the arguments of a prefill in fp8 by name, but for its scales."""
     given, fp8 = operands(), torch.float8_e4m3fn
     given |= {name: given[name].to(fp8) for name in ("q", "k", "v")}
-    given |= {"output": given["output"].bfloat16(), "k_rope": torch.zeros(8, 1, 64).to(fp8)}
-    scales = {"q_scale": torch.ones(1), "k_scales": torch.ones(1), "k_rope_scales": torch.ones(8, 1, 1)}
-    numbers, tensors = prefill(given, **scales, v_scale=2.0), prefill(given, **scales, v_scale=torch.ones(1))
-    assert launched.first(tensors) == KEPT
-    assert launched.first(numbers) == ["anew"] * 3
+    return given | {"output": given["output"].bfloat16(), "k_rope": torch.zeros(8, 1, 64).to(fp8)}
+
+
+SCALES = {"q_scale": 1.0, "k_scales": 0.5, "v_scale": 2.0}
+
+
+class Streams:
+    """Stands for the streams of a GPU: which is current, and what numbers were written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, launched: Implementation) -> None:
+        self.current, self.written = 0, []
+        monkeypatch.setattr("mla._launch._numbers", {})
+        monkeypatch.setattr("mla._launch._raw_stream", lambda device: self.current)
+        monkeypatch.setattr("mla._launch.is_capturing", lambda device: launched.capturing)
+        full, fill = torch.full, torch.Tensor.fill_
+
+        def noted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def write(where: Any, value: float, **keywords: Any) -> torch.Tensor:
+                self.written.append((self.current, value))
+                return function(where, value, **keywords)
+
+            return write
+
+        monkeypatch.setattr(torch, "full", noted(full))
+        monkeypatch.setattr(torch.Tensor, "fill_", noted(fill))
+
+    def writes(self, call: Callable[[], object]) -> list[tuple[int, float]]:
+        """Return (stream, number) of what a call writes."""
+        self.written.clear()
+        call()
+        return list(self.written)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch, launched: Implementation) -> Streams:
+    return Streams(monkeypatch, launched)
+
+
+def with_rope_scales(given: dict[str, Any], **scales: Any) -> Callable[[], None]:
+    return prefill(given, k_rope_scales=torch.ones(8, 1, 1), **scales)
+
+
+def test_scales_that_are_numbers_are_repeated(launched: Implementation, streams: Streams) -> None:
+    given = fp8_operands()
+    numbers = with_rope_scales(given, **SCALES)
+    assert launched.first(numbers) == KEPT
+    assert launched.count(with_rope_scales(given, **SCALES | {"v_scale": 3.0})) == "anew"
+    assert launched.count(with_rope_scales(given, **SCALES | {"v_scale": torch.ones(1)})) == "anew"
+    assert launched.count(numbers) == "again"
+
+
+def test_numbers_are_written_once_on_every_stream(launched: Implementation, streams: Streams) -> None:
+    numbers, written = with_rope_scales(fp8_operands(), **SCALES), sorted(SCALES.values())
+    assert sorted(streams.writes(numbers)) == [(0, value) for value in written]
+    assert not streams.writes(numbers)
+    streams.current = 7
+    assert sorted(streams.writes(numbers)) == [(7, value) for value in written], "a repeated call as well"
+    assert (launched.anew, launched.again) == (2, 1)
+    assert not streams.writes(numbers)
+    streams.current = 0
+    assert not streams.writes(numbers)
+
+
+def test_numbers_of_a_captured_graph_are_written_by_it(launched: Implementation, streams: Streams) -> None:
+    numbers = with_rope_scales(fp8_operands(), **SCALES)
+    streams.current, launched.capturing = 7, True
+    assert len(streams.writes(numbers)) == 3 and len(streams.writes(numbers)) == 3, "each graph has its own"
+    streams.current, launched.capturing = 0, False
+    assert launched.first(numbers) == KEPT
+    streams.current, launched.capturing = 7, True
+    assert sorted(streams.writes(numbers)) == sorted((7, value) for value in SCALES.values())
+    launched.capturing = False
+    assert len(streams.writes(numbers)) == 3, "what a graph would write is not written yet"
+
+
+def test_more_numbers_than_are_kept(
+    launched: Implementation, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mla._launch._NUMBERS_MAX", 2)
+    assert launched.first(with_rope_scales(fp8_operands(), **SCALES)) == ["anew"] * 3
+    kept = with_rope_scales(fp8_operands(), **SCALES | {"v_scale": torch.ones(1)})
+    assert launched.first(kept) == KEPT
 
 
 def test_nothing_is_repeated_while_a_graph_is_captured(launched: Implementation) -> None:
