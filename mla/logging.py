@@ -59,15 +59,33 @@ def set_level(level: int) -> None:
     dispatch.watch(watcher if level else None)
 
 
-def set_level_from_environment() -> None:
-    """Set the level that ``MLA_LOGLEVEL`` names."""
+def level_of_environment() -> int:
+    """Return the level that ``MLA_LOGLEVEL`` names.
+
+    Raises
+    ------
+    ArgumentError
+        It is none of 0, 1, 3, 5, 10.
+    """
     text = os.environ.get("MLA_LOGLEVEL", "0")
+    for level in LEVELS:
+        if text == str(level):
+            return level
+    raise ArgumentError(f"MLA_LOGLEVEL must be one of {', '.join(map(str, LEVELS))}, got {text!r}")
+
+
+def set_level_from_environment() -> None:
+    """Set the level that ``MLA_LOGLEVEL`` names; where it names none, each call is refused, but not the import."""
     try:
-        level = int(text)
-    except ValueError:
-        level = -1
-    if level not in LEVELS:
-        raise ArgumentError(f"MLA_LOGLEVEL must be one of {', '.join(map(str, LEVELS))}, got {text!r}")
+        level = level_of_environment()
+    except ArgumentError as error:
+        refusal = str(error)
+
+        def refuse(implementation: Implementation, problem: Problem, run: Runner) -> Runner:
+            raise ArgumentError(refusal)
+
+        dispatch.watch(refuse)
+        return
     if level:
         set_level(level)
 

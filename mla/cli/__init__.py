@@ -8,6 +8,7 @@ import typer
 
 from mla.cli import bench, cache, check, compile, demo, doctor, explain, replay
 from mla.errors import CompileError, MlaError, TargetError, UnsupportedError
+from mla.logging import level_of_environment
 
 app = typer.Typer(
     help="Multi-head latent attention prefill over paged caches. Start with: mla demo",
@@ -30,6 +31,7 @@ app.add_typer(cache.app, name="cache")
 def main() -> None:
     """Run the command line; an error of the user's becomes one line and a hint on stderr, and exit status 2."""
     try:
+        level_of_environment()  # a wrong one would otherwise be told by the first call alone
         app(prog_name="mla")
     except CompileError as error:  # the compiler's log says more than a line can
         print(f"mla: {error}", file=sys.stderr)

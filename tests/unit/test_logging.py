@@ -178,11 +178,22 @@ class TestCommand:
             Recording.load(path)
 
 
-@pytest.mark.parametrize("level", ["2", "loud", "-1"])
-def test_a_level_that_is_none(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", ["2", "loud", "-1", ""])
+def test_a_level_that_is_none(level: str, say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_LOGLEVEL", level)
+    mla_logging.set_level_from_environment()
+    problem = build(Case())
     with pytest.raises(ArgumentError, match="MLA_LOGLEVEL must be one of 0, 1, 3, 5, 10"):
-        mla_logging.set_level_from_environment()
+        problem.run("cpu")
+    assert say(0, lambda: problem.run("cpu")) == []
+
+
+def test_the_command_line_refuses_a_level_that_is_none() -> None:
+    environment = {**os.environ, "MLA_LOGLEVEL": "7", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mla", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines()[0] == "mla: MLA_LOGLEVEL must be one of 0, 1, 3, 5, 10, got '7'"
 
 
 def test_the_environment_sets_it_and_lines_go_to_stderr() -> None:
