@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import subprocess
 from pathlib import Path
 
@@ -201,3 +202,32 @@ def test_a_row_does_not_depend_on_its_neighbours(hopper: torch.device, lse: bool
     others = run()
     assert same(output[::2], others[::2])
     assert not same(output[1::2], others[1::2])
+
+
+@pytest.mark.cuda
+def test_scales_as_numbers_equal_tensors_on_every_stream_and_in_graphs(hopper: torch.device, seed: int) -> None:
+    problem = build(Case(dtypes="fp8", lengths=((0, 300), (100, 65)), heads=4, spare_rows=(0, 0)), hopper, seed)
+    numbers = {name: random.Random(seed).uniform(0.5, 2.0) for name in ("q_scale", "k_scales", "v_scale")}
+    output = torch.empty_like(problem.outputs()["output"])
+
+    def call(scales: dict[str, object]) -> None:
+        output.fill_(torch.nan)
+        mla.prefill(**problem.operands, **problem.keywords | scales, output=output, target="cuda")
+
+    call({name: torch.full((1,), value, device=hopper) for name, value in numbers.items()})
+    expected = output.clone()
+    for _ in range(4):  # launched again from the third on
+        call(numbers)
+        assert same(output, expected)
+    for stream in (torch.cuda.Stream(hopper), torch.cuda.Stream(hopper)):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)  # what this stream has to write comes late
+            call(numbers)
+        stream.synchronize()
+        assert same(output, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(numbers)
+    output.zero_()
+    graph.replay()
+    assert same(output, expected)
