@@ -355,7 +355,7 @@ def make_plan(
         max_chunks = DEFAULT_MAX_CHUNKS
     sizes = (max_chunks * (batch_size + 1), max_chunks * batch_size, max_chunks + 1)
     make = torch.empty if batch_size else torch.zeros
-    row_offsets, offsets, tail = make(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    row_offsets, offsets, tail = make(sum(sizes), dtype=torch.int32, device=device).split_with_sizes(sizes)
     plan = PrefillPlan(
         buffer_row_offsets=row_offsets.view(max_chunks, batch_size + 1),
         cache_offsets=offsets.view(max_chunks, batch_size),
