@@ -18,6 +18,7 @@ from mla.gather import Weight, find_run, project_to_fp8, projects_to_fp8, up_pro
 from mla.kv_cache import PagedKVCache
 from mla.plan import PlanChunk, PrefillPlan
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, GatherArgs
+from mla.target import Target
 
 #: Every part of a workspace begins on such a border, in bytes.
 _PART_ALIGNMENT = 256
@@ -40,6 +41,13 @@ class Extents(NamedTuple):
     fp8: torch.dtype | None = None  # of q, k and v while they are attended to
     rope_in_fp8: bool = False  # the cache's, hence that of q too
     v_transposed: bool = False
+    rounds_as_it_projects: bool = False  # a projection to fp8 is one kernel, known `on` a target
+
+    def on(self, target: str | Target, device: torch.device) -> Extents:
+        """Return the extents of a job on a target."""
+        if self.fp8 is None or not self.v_transposed:
+            return self
+        return self._replace(rounds_as_it_projects=projects_to_fp8(self.dtype, self.fp8, target, device))
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each part of the workspace: the buffer, and two partial results with their LSE."""
@@ -55,7 +63,10 @@ class Extents(NamedTuple):
         padded = round_up(rows, _V_ROW_MULTIPLE)
         result["latent"] = self.dtype, (padded + 1, KV_LORA_RANK)
         if self.v_transposed:  # keys and values one after the other, each by its own part of the weight
-            result["projected"] = self.dtype, (padded * heads * max(self.nope, self.v_dim),)
+            # A key's own scale is known when the key is.
+            keys = 0 if self.rounds_as_it_projects and not self.rope_in_fp8 else self.nope
+            values = 0 if self.rounds_as_it_projects else self.v_dim
+            result["projected"] = self.dtype, (padded * heads * max(keys, values),)
             result["weight"] = self.dtype, (heads * width, KV_LORA_RANK)
         else:
             result["projected"] = self.dtype, (padded * heads * width,)
@@ -239,30 +250,29 @@ class Fp8Buffer(Buffer):
 
     def _fill_keys(self, views: Views, rows: int, bound: torch.Tensor) -> None:
         """Project the keys up and quantise them."""
-        keys = views.projected[: rows * self._key_weight.shape[0]].view(rows, -1)
         if self._extents.rope_in_fp8:
+            keys = views.projected[: rows * self._key_weight.shape[0]].view(rows, -1)
             torch.mm(views.latent[:rows], self._key_weight.t(), out=keys)
             self._quantize_keys(keys.unflatten(1, (self._extents.heads, -1)), views)
             return
         assert views.k_scales is not None
         least = quantize.LEAST_SCALE_BESIDE_ROPE
         quantize.write_scales_of(bound.float().view(1), views.k.dtype, views.k_scales, least)
-        self._project(views.k.flatten(1), views.latent[:rows], self._key_weight, views.k_scales, keys)
+        self._project(views.k.flatten(1), views.latent[:rows], self._key_weight, views.k_scales)
         self._divide_rope(views.k_scales)
 
     def _fill_transposed(self, views: Views, rows: int, bounds: torch.Tensor) -> None:
         """Project the values up into V^T and quantise that."""
-        v, out = (self._transposed(data, rows).flatten(0, 1) for data in (views.projected, self._parts["v"]))
+        out = self._transposed(rows).flatten(0, 1)
         quantize.write_scales_of(bounds.float(), out.dtype, self._parts["v_scale"])
-        self._project(out, self._value_weight, views.latent, self._parts["v_scale"], v)
+        self._project(out, self._value_weight, views.latent, self._parts["v_scale"])
 
-    def _project(
-        self, output: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, room: torch.Tensor
-    ) -> None:
-        """Write ``a @ b.T / scale`` in fp8, a scale for so many rows; by way of `room` where it takes two kernels."""
-        if projects_to_fp8(a.dtype, output.dtype, self._target, output.device):
+    def _project(self, output: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
+        """Write ``a @ b.T / scale`` in fp8, a scale for so many rows."""
+        if self._extents.rounds_as_it_projects:
             project_to_fp8(output, a, b, scale, self._target)
             return
+        room = self._parts["projected"][: output.numel()].view(output.shape)
         torch.mm(a, b.t(), out=room)
         # Row by row: a head is too much for a block of threads.
         each = scale.view(-1, 1).expand(-1, len(output) // len(scale)).reshape(-1, 1, 1) if len(scale) > 1 else scale
@@ -271,17 +281,17 @@ class Fp8Buffer(Buffer):
     def _make_views(self, rows: int) -> Views:
         latent = self._parts["latent"][: round_up(rows, _V_ROW_MULTIPLE)]
         if self._extents.v_transposed:
-            v = self._transposed(self._parts["v"], rows)[..., :rows].permute(2, 0, 1)
+            v = self._transposed(rows)[..., :rows].permute(2, 0, 1)
         else:
             heads, v_dim = self._extents.heads, self._extents.v_dim
             v = self._parts["v"][: rows * heads * v_dim].view(rows, heads, v_dim)
         scales = self._parts["k_scales"][:rows] if self._extents.rope_in_fp8 else self._parts["k_scales"]
         return Views(latent, self._parts["projected"], self._parts["k"][:rows], v, scales)
 
-    def _transposed(self, data: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return room for V^T [H, dv, rows and what fills them up]."""
+    def _transposed(self, rows: int) -> torch.Tensor:
+        """Return V^T [H, dv, rows and what fills them up]."""
         heads, v_dim, padded = self._extents.heads, self._extents.v_dim, round_up(rows, _V_ROW_MULTIPLE)
-        return data[: heads * v_dim * padded].view(heads, v_dim, padded)
+        return self._parts["v"][: heads * v_dim * padded].view(heads, v_dim, padded)
 
     def _quantize_keys(self, keys: torch.Tensor, views: Views) -> None:
         assert views.k_scales is not None

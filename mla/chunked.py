@@ -193,6 +193,7 @@ def run_job(
     offsets_given = call.valid_length
     check_offsets(offsets_given, "input_row_offsets", extents.total, "q")
     _require_output(call.output, call.q, extents)
+    extents = extents.on(call.target, device)
     if workspace is not None:
         require_workspace(workspace, extents.workspace_bytes(), device)
     offsets = as_index(offsets_given, "input_row_offsets", cache.batch_size + 1, device)

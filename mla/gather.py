@@ -210,7 +210,7 @@ def projects_to_fp8(dtype: torch.dtype, fp8: torch.dtype, target: str | Target, 
     found: bool | None = _runs.get(key)
     if found is None:
         try:
-            found = bool(resolve(_projection(dtype, fp8, 16), target, device))
+            found = bool(_find_projection(dtype, fp8, 16, target, device))
         except UnsupportedError:
             found = False
         _runs.remember(key, found)
@@ -228,18 +228,21 @@ def project_to_fp8(
     stream: Stream | None = None,
 ) -> Again | None:
     """Write ``a @ b.T / scale``; the arguments, the library's own, are those of `mla.problem.ProjectArgs`."""
-    aligned_to = alignment(a, b, output)
-    key = ("project", target, output.device, a.dtype, output.dtype, aligned_to)
-    run: Runner | None = _runs.get(key)
-    if run is None:
-        run = _runs.remember(key, resolve(_projection(a.dtype, output.dtype, aligned_to), target, output.device))
+    run = _find_projection(a.dtype, output.dtype, alignment(a, b, output), target, output.device)
     with stream_scope(output.device, stream):
         return run(ProjectArgs(a, b, output, scale))
 
 
-def _projection(dtype: torch.dtype, fp8: torch.dtype, aligned_to: int) -> Problem:
-    static = frozenset({"static_scale"})
-    return Problem("project", short_dtype(dtype), short_dtype(fp8), features=static, alignment=aligned_to)
+def _find_projection(
+    dtype: torch.dtype, fp8: torch.dtype, aligned_to: int, target: str | Target, device: torch.device
+) -> Runner:
+    key = ("project", dtype, fp8, aligned_to, target, device)
+    run: Runner | None = _runs.get(key)
+    if run is None:
+        static = frozenset({"static_scale"})
+        problem = Problem("project", short_dtype(dtype), short_dtype(fp8), features=static, alignment=aligned_to)
+        run = _runs.remember(key, resolve(problem, target, device))
+    return run
 
 
 def _validated(cache: PagedKVCache, k_latent_buffer: torch.Tensor, aligned_to: int, target: str | Target) -> Runner:

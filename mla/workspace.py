@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mla.gather import Weight
     from mla.kv_cache import PagedKVCacheCollection
     from mla.plan import PrefillPlan
+    from mla.target import Target
 
 
 def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
@@ -27,7 +28,7 @@ def workspace_size(op: str, *operands: Any, **keywords: Any) -> int:
     *operands, **keywords
         The arguments that the function of that name would get. Their shapes, dtypes, strides and device count, their
         data is not read. For ``chunked_prefill``: ``q, kv_collection, layer_idx, weight``, `buffer_token_size` or
-        `plan`, `attention_dtype`; others are ignored.
+        `plan`, `attention_dtype` and, where that is an fp8 dtype, `target`; others are ignored.
 
     Returns
     -------
@@ -60,7 +61,9 @@ def _of_chunked(
     buffer_token_size: int = 16384,
     plan: PrefillPlan | None = None,
     attention_dtype: torch.dtype | None = None,
+    target: str | Target = "gpu",
     **other_keywords: Any,
 ) -> int:
     cache = kv_collection.layer(layer_idx)
-    return find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype).workspace_bytes()
+    extents = find_extents(q, cache, weight, buffer_token_size, plan, attention_dtype)
+    return extents.on(target, q.device).workspace_bytes()

@@ -125,7 +125,7 @@ def test_leftovers_in_pages_and_workspaces_change_no_bit(weight_is: str) -> None
         data, q, weight = job(poison=poison)
         projection = weight if weight_is == "tensor" else lambda latent, weight=weight: latent @ weight.T
         given = q, data.cache, data.layer_idx, projection
-        need = mla.workspace_size("chunked_prefill", *given, buffer_token_size=50, attention_dtype=FP8)
+        need = mla.workspace_size("chunked_prefill", *given, buffer_token_size=50, attention_dtype=FP8, target="cpu")
         workspace = torch.full((need,), dirt, dtype=torch.uint8)
         with pytest.raises(mla.ArgumentError, match=f"needs {need} bytes"):
             run(data, q, projection, 50, workspace=workspace[:-1])
@@ -134,6 +134,28 @@ def test_leftovers_in_pages_and_workspaces_change_no_bit(weight_is: str) -> None
                 torch.cat([x.float().flatten() for x in run(data, q, projection, 50, workspace=workspace, **more)])
             )
     assert all(torch.equal(result, results[i % 2]) for i, result in enumerate(results))
+
+
+@pytest.mark.parametrize(("cache", "saved"), [(torch.bfloat16, 64 * HEADS * 128 * 2), (FP8, 0)], ids=["bf16", "fp8"])
+def test_one_kernel_for_projection_and_rounding_needs_no_room_between(
+    cache: torch.dtype, saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def project(output: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, target: str) -> None:
+        product = (a.float() @ b.float().T).view(len(scale), -1) / scale.view(-1, 1)
+        output.copy_(product.clamp(-448, 448).view(output.shape))
+
+    data, q, weight = job(dtype=cache)
+    given = q, data.cache, data.layer_idx, weight
+    options: dict[str, Any] = {"buffer_token_size": 64, "attention_dtype": FP8, "target": "cpu"}
+    need = mla.workspace_size("chunked_prefill", *given, **options)
+    expected, expected_lse = run(data, q, weight, 64)
+    monkeypatch.setattr("mla._chunk_buffer.projects_to_fp8", lambda *_: True)
+    monkeypatch.setattr("mla._chunk_buffer.project_to_fp8", project)
+    less = mla.workspace_size("chunked_prefill", *given, **options)
+    assert need - less == saved, "a key with a scale of its own is projected before the scale is known"
+    output, lse = run(data, q, weight, 64, workspace=torch.full((less,), 255, dtype=torch.uint8))
+    assert_output(output, expected.double(), "fp8", factor=2)
+    assert_lse(lse, expected_lse.double(), "fp8", factor=2)
 
 
 def test_values_are_projected_transposed_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
