@@ -19,7 +19,7 @@ from mla.cli import clock, machine, sdpa
 from mla.cli.batches import make_batch
 from mla.cli.bench_chart import draw
 from mla.cli.steps import BENCH_STEPS, DEMO_STEPS, Step, find_shapes, find_steps
-from mla.cli.tune import tune_tiles
+from mla.cli.tune import TUNE_SECONDS, tune_tiles
 from mla.errors import UnsupportedError
 from mla.plan import prefill_plan
 from mla.prefill import prefill
@@ -31,6 +31,8 @@ SCALE = DEPTH**-0.5
 PAGE_SIZE, BUFFER_ROWS = 64, 16384
 #: Heads of the real steps: one of eight ranks of DeepSeek-V3 on a GPU; what a CPU finishes in seconds.
 GPU_HEADS, CPU_HEADS = 16, 1
+#: Of measuring a line.
+SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ def bench(
         str | None,
         typer.Option(help="Numbers of shipped steps or a JSON-lines file. Default: ten on a GPU, one on a CPU."),
     ] = None,
+    shapes: Annotated[str | None, typer.Option(help="Names of fixed shapes, such as 8k,1k. Default: all.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.01, help="Of measuring a line, with --tune a tile on a shape: 1, 0.1.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("mla-bench"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")] = False,
     tune: Annotated[
@@ -90,9 +96,10 @@ def bench(
     - `mla bench --target cuda --target triton`
     - `mla bench --target cpu --steps 976 --heads 4`
     - `mla bench --tune`
+    - `mla bench --tune --shapes 8k,1k --seconds 0.05`
     """
     if tune:
-        tune_tiles(output, as_json)
+        tune_tiles(output, as_json, shapes, seconds or TUNE_SECONDS)
         return
     names = target or _default_targets()
     places = {name: machine.locate(name) for name in names}
@@ -107,20 +114,20 @@ def bench(
     ) as progress:
         for name, (where, device) in places.items():
             gpu = device.type == "cuda"
-            shapes = find_shapes("gpu" if gpu else "cpu")
+            fixed = find_shapes("gpu" if gpu else "cpu", shapes)
             count = heads or (GPU_HEADS if gpu else CPU_HEADS)
             real = find_steps(steps, BENCH_STEPS if gpu else DEMO_STEPS[:1], count)
-            task = progress.add_task(f"{name}: roof", total=len(shapes) + len(real))
+            task = progress.add_task(f"{name}: roof", total=len(fixed) + len(real))
             roof = Roof(clock.matmul_tflops(device, torch.bfloat16), clock.copy_gbytes(device))
             report["targets"][name], report["roofs"][name] = machine.describe(device), asdict(roof)
-            jobs = [(step, "prefill", _attention) for step in shapes] + [
+            jobs = [(step, "prefill", _attention) for step in fixed] + [
                 (step, "whole job", _whole_job) for step in real
             ]
             for step, job, make in jobs:
                 progress.update(task, description=f"{name}: {job} {step.name}")
                 try:
                     call, moved = make(step, where, device)
-                    timing = clock.measure(call, device)
+                    timing = clock.measure(call, device, seconds or SECONDS)
                 except UnsupportedError as error:
                     refused.append(f"{name} refuses {job} {step.name}: {str(error).splitlines()[0]}")
                     continue

@@ -78,10 +78,23 @@ def find_steps(wanted: str | None, default: tuple[int, ...], heads: int) -> list
     return [known[str(number)] for number in numbers]
 
 
-def find_shapes(kind: str) -> list[Step]:
-    """Return the fixed shapes for ``gpu`` or ``cpu``."""
-    shapes = yaml.safe_load(_SHAPES.read_text(encoding="utf-8"))[kind]
-    return [Step(one["name"], tuple(one["cached"]), tuple(one["new"]), one["heads"], one["mask"]) for one in shapes]
+def find_shapes(kind: str, wanted: str | None = None) -> list[Step]:
+    """Return the fixed shapes for ``gpu`` or ``cpu``: all of them, or those named, ``"8k,1k"``.
+
+    Raises
+    ------
+    ArgumentError
+        A name that no shape has.
+    """
+    found = yaml.safe_load(_SHAPES.read_text(encoding="utf-8"))[kind]
+    shapes = {
+        one["name"]: Step(one["name"], tuple(one["cached"]), tuple(one["new"]), one["heads"], one["mask"])
+        for one in found
+    }
+    names = list(shapes) if wanted is None else wanted.split(",")
+    if missing := [name for name in names if name not in shapes]:
+        raise ArgumentError(f"--shapes: no shape {missing[0]!r}; shapes for a {kind.upper()}: {', '.join(shapes)}")
+    return [shapes[name] for name in names]
 
 
 def _read(path: Path, heads: int) -> list[Step]:

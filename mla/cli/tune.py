@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,22 @@ from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
 from mla.target import Target, device_arch
 
 PAGE_SIZE = 64
-#: Seconds of measuring a tile on a shape.
-_BUDGET = 0.1
+#: Of measuring a tile on a shape.
+TUNE_SECONDS = 0.1
 
 
-def tune_tiles(output: Path, as_json: bool) -> None:
+def tune_tiles(output: Path, as_json: bool, shapes: str | None, seconds: float) -> None:
     """Measure every tile on the GPU's shapes, for the usual problem of each head width; print and write what changes.
 
     ``tiles.json`` in `output` has for each head width the milliseconds by tile and shape, the row and the new one.
+    Tiles are compiled side by side, then measured one after the other.
 
     Raises
     ------
     TargetError
         No GPU that the target triton can use.
+    ArgumentError
+        `shapes` names one that there is not.
     """
     _, device = machine.locate("triton")
     if device.type != "cuda":
@@ -45,13 +50,14 @@ def tune_tiles(output: Path, as_json: bool) -> None:
     with Progress(console=progress_console, transient=True, disable=not progress_console.is_terminal) as progress:
         for dims in SUPPORTED_DIMS:
             problem = usual_problem(dims)
-            calls = [_arguments(step, problem, device) for step in find_shapes("gpu")]
+            calls = [_arguments(step, problem, device) for step in find_shapes("gpu", shapes)]
+            prepare = functools.partial(prefill.prepare_tile, problem, device)
 
-            def measure(tile: Any, problem: Problem = problem, calls: list[PrefillArgs] = calls) -> list[float]:
-                run = prefill.prepare_tile(problem, device, tile)
-                return [clock.measure(functools.partial(run, args), device, _BUDGET).median for args in calls]
+            def measure(tile: Any, prepare: Any = prepare, calls: list[PrefillArgs] = calls) -> list[float]:
+                run = prepare(tile)
+                return [clock.measure(functools.partial(run, args), device, seconds).median for args in calls]
 
-            report[str(dims)] = tune_row(problem, arch, limit, measure, console, progress)
+            report[str(dims)] = tune_row(problem, arch, limit, prepare, measure, console, progress)
     text = json.dumps(report, indent=2)
     output.mkdir(parents=True, exist_ok=True)
     (output / "tiles.json").write_text(text + "\n", encoding="utf-8")
@@ -67,16 +73,26 @@ def usual_problem(dims: tuple[int, int]) -> Problem:
 
 
 def tune_row(
-    problem: Problem, arch: str, limit: int, measure: Callable[[Any], list[float]], console: Console,
-    progress: Progress,
+    problem: Problem, arch: str, limit: int, prepare: Callable[[Any], object], measure: Callable[[Any], list[float]],
+    console: Console, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Decide one row of the table from `measure`, the milliseconds of a tile on each shape."""
+    """Decide one row of the table: `prepare` compiles a tile, `measure` gives its milliseconds on each shape."""
     tuning, configs = (importlib.import_module(f"mla.backends.triton.{name}") for name in ("tune", "configs"))
     row = configs.tiles(arch, problem)
     current = configs.choose(arch, problem, limit)
     times: dict[Any, list[float]] = {}
-    task = progress.add_task(f"tiles of q_depth {problem.dims[0]}", total=None)
-    for tile in progress.track(tuning.candidates(arch, problem, limit), task_id=task):
+    candidates = tuning.candidates(arch, problem, limit)
+
+    def compile_tile(tile: Any) -> None:
+        with contextlib.suppress(CompileError, RuntimeError):  # which measuring it tells
+            prepare(tile)
+
+    compile_tile(candidates[0])  # what all of them share
+    with ThreadPoolExecutor() as pool:
+        task = progress.add_task(f"compiling tiles of q_depth {problem.dims[0]}", total=len(candidates))
+        list(progress.track(pool.map(compile_tile, candidates), task_id=task))
+    task = progress.add_task(f"tiles of q_depth {problem.dims[0]}", total=len(candidates))
+    for tile in progress.track(candidates, task_id=task):
         try:
             times[tile] = measure(tile)
         except (CompileError, RuntimeError) as error:

@@ -13,12 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from mla.cli import app, bench, clock, machine, sdpa
-from mla.cli.steps import Step
+from mla.cli.steps import Step, find_shapes
+from mla.errors import ArgumentError
 
 
 def test_bench_measures_shapes_steps_and_sdpa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [Step("tiny", (0, 30), (40, 7), heads=2), Step("tiny full", (0,), (40,), heads=2, mask="none")]
-    monkeypatch.setattr(bench, "find_shapes", lambda kind: shapes)
+    monkeypatch.setattr(bench, "find_shapes", lambda kind, wanted: shapes)
     monkeypatch.setattr(clock, "matmul_tflops", lambda device, dtype: 0.1)
     monkeypatch.setattr(clock, "copy_gbytes", lambda device: 10.0)
     monkeypatch.setattr(sdpa, "compare", lambda: [sdpa._compare(torch.float32, tokens=64, heads=2, rounds=2)])
@@ -38,6 +39,13 @@ def test_bench_measures_shapes_steps_and_sdpa(tmp_path: Path, monkeypatch: pytes
     assert report["targets"]["cpu"]["torch"] == torch.__version__
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "torch SDPA" in done.stdout and "TFLOP/s" in done.stdout
+
+
+def test_shapes_are_chosen_by_name() -> None:
+    assert [shape.name for shape in find_shapes("gpu", "1k,8k")] == ["1k", "8k"]
+    assert len(find_shapes("cpu")) >= 3
+    done = CliRunner().invoke(app, ["bench", "--target", "cpu", "--shapes", "8k"])
+    assert isinstance(done.exception, ArgumentError) and "2k, ragged" in str(done.exception)
 
 
 def test_a_time_is_a_median_with_its_spread() -> None:

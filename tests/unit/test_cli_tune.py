@@ -21,11 +21,12 @@ LIMIT = 227 * 1024
 
 def decide(times: dict[str, list[float]], rest: list[float], arch: str = "sm_90a") -> tuple[str, dict[str, object]]:
     """Return what is printed and reported for a row where tiles take the times given; the others take `rest`."""
-    out = io.StringIO()
+    out, compiled = io.StringIO(), []
     report = tune.tune_row(
-        tune.usual_problem((192, 128)), arch, LIMIT, lambda tile: times.get(str(tile), rest),
+        tune.usual_problem((192, 128)), arch, LIMIT, compiled.append, lambda tile: times.get(str(tile), rest),
         Console(file=out, width=400), Progress(disable=True),
     )  # fmt: skip
+    assert set(map(str, compiled)) == set(report["ms"])
     return out.getvalue(), report
 
 
@@ -64,7 +65,9 @@ def test_a_tile_that_does_not_compile_is_passed_over() -> None:
             raise RuntimeError("out of resources: shared memory")
         return [1.0]
 
-    report = tune.tune_row(problem, "sm_90a", LIMIT, measure, Console(file=out, width=400), Progress(disable=True))
+    report = tune.tune_row(
+        problem, "sm_90a", LIMIT, measure, measure, Console(file=out, width=400), Progress(disable=True)
+    )
     assert str(first) not in report["ms"] and "out of resources" in out.getvalue()
     assert report["new_row"][0] != str(first)
 
