@@ -4,9 +4,10 @@
 
 On the CPU with kernels that do nothing, so that only what stands before a backend counts; no value of an index tensor
 is checked there, as none is on a GPU. On a GPU with sequences of no tokens, in two columns: the whole call, and the
-call with a launch that does nothing in the place of the driver's (Triton launches in C, where that cannot be done).
-Nothing is projected. Then the call as an operator of torch.ops.mla, which is what compiled code calls, and with
---compiled what a call more costs in a graph that torch.compile has made with that backend.
+call with a launch that does nothing in the place of the driver's (of Triton in the place of its launcher in C, which
+takes the arguments apart and calls the driver). Nothing is projected. Then the call as an operator of torch.ops.mla,
+which is what compiled code calls, and with --compiled what a call more costs in a graph that torch.compile has made
+with that backend.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import contextlib
 import copy
 import ctypes
+import functools
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -89,17 +92,20 @@ def no_kernels() -> list[Any]:
     ]
 
 
-def no_launches() -> list[Any]:
-    """Let kernels of the CUDA backend launch by a foreign function that takes anything and returns 0."""
-    from mla.backends.cuda import runtime
-
+def no_launches(target: str) -> list[Any]:
+    """Let kernels be launched by a function that takes anything and does nothing."""
+    runtime = importlib.import_module(f"mla.backends.{target}.runtime")
     nothing = ctypes.CDLL("libm.so.6").fegetround
-    nothing.argtypes = runtime.driver().cuLaunchKernelEx.argtypes
     load = runtime.load
 
-    def load_idle(spec: Any, device: torch.device) -> runtime.Kernel:
+    def load_idle(spec: Any, device: torch.device) -> Any:
         kernel = copy.copy(load(spec, device))
-        kernel._launch_kernel = nothing
+        if target == "cuda":
+            nothing.argtypes = runtime.driver().cuLaunchKernelEx.argtypes
+            kernel._launch_kernel = nothing
+        else:
+            _, *rest = kernel._launcher
+            kernel._launcher = lambda *arguments: None, *rest
         return kernel
 
     return [mock.patch.object(runtime, "load", load_idle)]
@@ -187,8 +193,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     columns: dict[str, dict[str, float]] = {}
-    settings = {"cpu": [("function", no_kernels)], "cuda": [("function", list), ("without launch", no_launches)]}
-    for title, patches in settings.get(args.target, [("function", list)]):
+    without_launch = ("without launch", functools.partial(no_launches, args.target))
+    settings = [("function", no_kernels)] if args.target == "cpu" else [("function", list), without_launch]
+    for title, patches in settings:
         with without([*patches(), mock.patch("mla._chunk_buffer.up_project", lambda latent, weight, output: None)]):
             calls = make_calls(args.target)
             columns[title] = {name: microseconds(function) for name, (function, _) in calls.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from mla.backends.triton.entry import search_steps
-from mla.backends.triton.runtime import Kernel
-from mla.problem import KV_LORA_RANK, PrefillArgs, Problem
+from mla.backends.triton.runtime import Kernel, Launch
+from mla.problem import KV_LORA_RANK, Again, PrefillArgs, Problem
 
 #: Bits of ``flags``, as kernels/triton/prefill.py reads them.
 HAS_CACHE_OFFSETS, HAS_START_POSITIONS, HAS_KV_LENGTHS, LENGTHS_INCLUDE_NEW, V_SCALE_OF_ROWS = 1, 2, 4, 8, 16
@@ -96,18 +97,44 @@ def _rope_scales(problem: Problem, args: PrefillArgs) -> dict[str, Any]:
     return values | {"rope_scales": scales[..., column // granularity]}
 
 
-def schedule_batch(values: dict[str, Any], args: PrefillArgs, num_slots: int, schedule: Kernel) -> None:
+def memory_of(args: PrefillArgs, size: int) -> torch.Tensor:
+    """Return memory for what one kernel of a call hands to the next: of the workspace, where there is one."""
+    if args.workspace is None:
+        return torch.empty(size // 4, dtype=torch.int32, device=args.q.device)
+    return args.workspace[:size].view(torch.int32)
+
+
+def schedule_batch(values: dict[str, Any], args: PrefillArgs, num_slots: int, schedule: Kernel) -> Launch | None:
     """Put into ``values["slots"]`` what each query tile of several sequences belongs to, worked out on the device."""
     batch = values["batch_size"]
     values["slots"] = values["cu_seqlens_q"]
-    if batch > 1:
-        size = slots_bytes(num_slots, batch)
-        if args.workspace is None:
-            values["slots"] = torch.empty(size // 4, dtype=torch.int32, device=args.q.device)
-        else:
-            values["slots"] = args.workspace[:size].view(torch.int32)
-        values["num_slots"], values["steps"] = num_slots, search_steps(batch)
-        schedule.launch(values, 1)
+    if batch == 1:
+        return None
+    values["slots"] = memory_of(args, slots_bytes(num_slots, batch))
+    values["num_slots"], values["steps"] = num_slots, search_steps(batch)
+    return schedule.launch(values, 1)
+
+
+def again_with(
+    before: Launch | None, attention: Launch | None, args: PrefillArgs, memory: torch.Tensor
+) -> Again | None:
+    """Return what launches once more a kernel that fills some memory and the attention that reads it.
+
+    In the same workspace or else in new memory. None where a launch cannot be made again; without a kernel `before`,
+    the attention alone.
+    """
+    if before is None or attention is None:
+        return attention
+    given = 0 if args.workspace is None else args.workspace.data_ptr()
+    allocate = partial(torch.empty, memory.shape, dtype=memory.dtype, device=memory.device)
+
+    def again() -> None:
+        own = None if given else allocate()
+        address = given if own is None else own.data_ptr()
+        before(address)
+        attention(address)
+
+    return again
 
 
 def slots_bytes(num_slots: int, batch_size: int) -> int:

@@ -47,7 +47,7 @@ class KernelSpec:
         Every compile-time parameter that is a plain value.
     mask : MaskProgram or None
         The program that the kernel's mask functions are printed from: ``MASK_*`` parameters in Triton; in Gluon, whose
-        warp partitions cannot be handed functions, global names put in front of the kernel's text.
+        warp partitions cannot be handed functions, global names put behind the kernel's text.
     divisible : tuple of (str, int)
         What the address (in bytes) or value of a run-time parameter is divisible by, where more than nothing is known.
     num_warps, num_stages : int
@@ -77,7 +77,7 @@ def function(spec: KernelSpec) -> Any:
 @functools.cache
 def _gluon_module(module: str, program: MaskProgram) -> Mapping[str, Any]:
     text = (KERNELS / "triton" / f"{module}.py").read_text()
-    return _execute(f"{module} {program.key}", mask_code.triton_source(program) + text)
+    return _execute(f"{module} {program.key}", text + mask_code.triton_source(program))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes, search_steps
-from mla.problem import KV_LORA_RANK, GatherArgs, Problem
+from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem
 
 #: Rows of one program.
 BLOCK_R = 16
@@ -50,19 +50,19 @@ class Gather(Entry):
         )
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[GatherArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[GatherArgs], Again | None]:
         """Compile; return the callable that only launches."""
         (spec,) = Gather.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         scaled = problem.granularity > 0
 
-        def run(args: GatherArgs) -> None:
+        def run(args: GatherArgs) -> Again | None:
             cache, output, length = args.cache, args.output, args.buffer_length
             latent, table, scales = cache.latent, cache.page_table, cache.scales
             on_device = isinstance(length, torch.Tensor)
             rows = output.shape[0] if isinstance(length, torch.Tensor) else min(length, output.shape[0])
             if rows <= 0 or cache.batch_size == 0:
-                return
+                return None
             values = {
                 "output": output, "stride_output": output.stride(0),
                 "latent": as_bytes(latent) if scaled else latent,
@@ -74,7 +74,7 @@ class Gather(Entry):
             }  # fmt: skip
             if scales is not None:
                 values["stride_scales_page"], values["stride_scales_token"] = scales.stride(0), scales.stride(1)
-            kernel.launch(values, -(-rows // BLOCK_R))
+            return kernel.launch(values, -(-rows // BLOCK_R))
 
         return run
 

@@ -10,7 +10,7 @@ import torch
 from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry
-from mla.problem import MergeArgs, Problem
+from mla.problem import Again, MergeArgs, Problem
 
 #: (row, head) pairs of one program.
 BLOCK_R = 16
@@ -42,12 +42,12 @@ class Merge(Entry):
         )
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[MergeArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[MergeArgs], Again | None]:
         """Compile; return the callable that only launches."""
         (spec,) = Merge.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
 
-        def run(args: MergeArgs) -> None:
+        def run(args: MergeArgs) -> Again | None:
             output = args.output
             pairs = output.shape[0] * output.shape[1]
             in_place = output.dtype == args.prefix_output.dtype and output.data_ptr() == args.prefix_output.data_ptr()
@@ -60,7 +60,7 @@ class Merge(Entry):
                 tensor = values[name]
                 if tensor is not None:
                     values[f"stride_{name}_t"], values[f"stride_{name}_h"] = tensor.stride(0), tensor.stride(1)
-            kernel.launch(values, -(-pairs // BLOCK_R))
+            return kernel.launch(values, -(-pairs // BLOCK_R))
 
         return run
 

@@ -9,7 +9,7 @@ import torch
 from mla.backends.triton import runtime
 from mla.backends.triton.compiler import KernelSpec
 from mla.backends.triton.entry import Entry
-from mla.problem import PlanArgs, Problem
+from mla.problem import Again, PlanArgs, Problem
 
 #: Sequences that one block of the plan scans at a time, the most segments that a batch is cut into, and programs.
 PLAN_BLOCK = 1024
@@ -40,12 +40,12 @@ class Plan(Entry):
         return (KernelSpec("plan.plan", tuple(types.items()), tuple(constants.items()), num_warps=8),)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PlanArgs], Again | None]:
         """Compile; return the callable that only launches."""
         (spec,) = Plan.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
 
-        def run(args: PlanArgs) -> None:
+        def run(args: PlanArgs) -> Again | None:
             cache, rows, offsets, used = args.cache, args.buffer_row_offsets, args.cache_offsets, args.buffer_lengths
             batch = cache.batch_size
             required = args.required_chunks
@@ -58,7 +58,7 @@ class Plan(Entry):
                 "stride_rows": rows.stride(0), "stride_offsets": offsets.stride(0), "stride_lengths": used.stride(0),
             }  # fmt: skip
             segments = max(1, min(PLAN_SEGMENTS, -(-batch // PLAN_BLOCK)))
-            kernel.launch(values, min(rows.shape[0], PLAN_PROGRAMS // segments), segments)
+            return kernel.launch(values, min(rows.shape[0], PLAN_PROGRAMS // segments), segments)
 
         return run
 

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 
 from mla.backends.triton import configs, runtime
-from mla.backends.triton.arguments import BIASES, CAPTURES, query_tiles, schedule_batch, slots_bytes, values_of
+from mla.backends.triton.arguments import (
+    BIASES,
+    CAPTURES,
+    again_with,
+    query_tiles,
+    schedule_batch,
+    slots_bytes,
+    values_of,
+)
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.configs import Tile
 from mla.backends.triton.entry import Entry
 from mla.backends.triton.runtime import TensorMap
 from mla.errors import DTypeError, ShapeError, UnsupportedError
 from mla.masks import CausalMask, NullMask
-from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, PrefillArgs, Problem
+from mla.problem import QK_ROPE_HEAD_DIM, SUPPORTED_DIMS, Again, PrefillArgs, Problem
 
 #: Sequences that the schedule orders at a time.
 SCHEDULE_BLOCK = 1024
@@ -156,7 +164,7 @@ class Prefill(Entry):
         return schedule_spec(problem, tile.block_m), attention_spec(problem, arch, tile)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], Again | None]:
         """Compile; return the callable that only launches."""
         arch, limit = runtime.arch_of(device), runtime.shared_bytes(device)
         tile = configs.choose(arch, problem, limit)
@@ -167,7 +175,7 @@ class Prefill(Entry):
         return Prefill.prepare_tile(problem, device, tile)
 
     @staticmethod
-    def prepare_tile(problem: Problem, device: torch.device, tile: Tile) -> Callable[[PrefillArgs], None]:
+    def prepare_tile(problem: Problem, device: torch.device, tile: Tile) -> Callable[[PrefillArgs], Again | None]:
         """Compile for a tile; return the callable that only launches."""
         arch = runtime.arch_of(device)
         schedule = runtime.load(schedule_spec(problem, tile.block_m), device)
@@ -175,9 +183,9 @@ class Prefill(Entry):
         block_m, rows = tile.block_m, max(tile.block_m, tile.block_n, problem.v_head_dim)
         mapped = _has_value_map(problem, arch)
 
-        def run(args: PrefillArgs) -> None:
+        def run(args: PrefillArgs) -> Again | None:
             if not has_work(args):
-                return
+                return None
             if arch == "cpu":
                 _check_format(args)
             values = values_of(problem, args)
@@ -185,8 +193,9 @@ class Prefill(Entry):
             if mapped:
                 values["v_map"] = TensorMap.of(args.v.permute(1, 2, 0))
             num_slots = query_tiles(args.q.shape[0], values["batch_size"], block_m)
-            schedule_batch(values, args, num_slots, schedule)
-            attention.launch(values, num_slots * values["num_heads"])
+            before = schedule_batch(values, args, num_slots, schedule)
+            launch = attention.launch(values, num_slots * values["num_heads"])
+            return again_with(before, launch, args, values["slots"]) if reads_operands(values, args) else None
 
         return run
 
@@ -212,6 +221,11 @@ class Prefill(Entry):
 
 def has_work(args: PrefillArgs) -> bool:
     return args.cu_seqlens_q.shape[0] > 1 and args.q.shape[0] > 0 and args.q.shape[1] > 0
+
+
+def reads_operands(values: dict[str, Any], args: PrefillArgs) -> bool:
+    """Tell whether kernels read what the call brought and no copy: queries that were not turned, keys to map."""
+    return values["q"] is args.q and args.k.shape[0] > 0 and values["rope"].numel() > 0
 
 
 def _check_format(args: PrefillArgs) -> None:

@@ -11,13 +11,29 @@ from typing import Any
 import torch
 
 from mla.backends.triton import configs, runtime
-from mla.backends.triton.arguments import query_tiles, schedule_batch, slots_bytes, values_of
+from mla.backends.triton.arguments import (
+    again_with,
+    memory_of,
+    query_tiles,
+    schedule_batch,
+    slots_bytes,
+    values_of,
+)
 from mla.backends.triton.compiler import ELEMENT_TYPES, KernelSpec
 from mla.backends.triton.configs import HopperConfig
-from mla.backends.triton.prefill import INDEX, Prefill, check_strides, divisible, has_work, schedule_spec, strides
+from mla.backends.triton.prefill import (
+    INDEX,
+    Prefill,
+    check_strides,
+    divisible,
+    has_work,
+    reads_operands,
+    schedule_spec,
+    strides,
+)
 from mla.backends.triton.runtime import Kernel, TensorMap
 from mla.masks import CausalMask, NullMask
-from mla.problem import QK_ROPE_HEAD_DIM, PrefillArgs, Problem
+from mla.problem import QK_ROPE_HEAD_DIM, Again, PrefillArgs, Problem
 
 #: Rows after which a swizzle begins anew: a box of the copy engine holds whole such groups.
 _LEAST_BOX = 8
@@ -26,6 +42,8 @@ _COUNTER_BYTES = 4
 _PIECE, _CHUNK = 32, 16
 _LEAST_ROWS = 16  # whose stride, where they are columns of bytes, the copy engine takes
 _SCALES = ("q_scale", "k_scales", "v_scale", "rope_scales")
+#: Writes the zero from which items of one sequence are counted; of a batch the schedule does.
+CLEAR = KernelSpec("prefill.clear", (("slots", "*i32"),), num_warps=1)
 
 
 def _elements(problem: Problem) -> tuple[str, str]:
@@ -113,10 +131,11 @@ class PrefillHopper(Prefill):
             for config in configs.hopper(problem)
             for spec in (schedule_spec(problem, config.block_m), attention_spec(problem, config, first))
         ]
-        return (*specs, *(attention_spec(problem, low, v_scales) for v_scales in _kinds_of_v_scales(problem)[1:]))
+        specs += [attention_spec(problem, low, v_scales) for v_scales in _kinds_of_v_scales(problem)[1:]]
+        return (*specs, CLEAR)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[PrefillArgs], Again | None]:
         """Compile for short sequences; return the callable that launches.
 
         Taller query tiles are compiled when a call comes whose sequences are long enough for them, and a kernel for
@@ -132,10 +151,11 @@ class PrefillHopper(Prefill):
             return runtime.load(specs[0], device), runtime.load(specs[1], device)
 
         kernels(low, _kinds_of_v_scales(problem)[0])
+        clear = runtime.load(CLEAR, device)
 
-        def run(args: PrefillArgs) -> None:
+        def run(args: PrefillArgs) -> Again | None:
             if not has_work(args):
-                return
+                return None
             values = absent | values_of(problem, args)
             tokens, batch = args.q.shape[0], values["batch_size"]
             config = tall[0] if tall and tokens >= configs.HOPPER_TALL_TOKENS * batch else low
@@ -147,13 +167,15 @@ class PrefillHopper(Prefill):
                 # Hidden scores are minus infinity before they are scaled, and minus infinity times zero is no number.
                 values["scale"] = max(values["scale"], 1e-30)
             num_slots = query_tiles(tokens, batch, config.block_m)
-            schedule_batch(values, args, num_slots, schedule)
+            before = schedule_batch(values, args, num_slots, schedule)
             items = num_slots * values["num_heads"]
             if batch == 1:
                 values["num_slots"] = num_slots
                 if items > multiprocessors:
-                    values["slots"] = _counter(args)
-            attention.launch(values, min(items, multiprocessors))
+                    values["slots"] = memory_of(args, _COUNTER_BYTES)
+                    before = clear.launch(values, 1)
+            launch = attention.launch(values, min(items, multiprocessors))
+            return again_with(before, launch, args, values["slots"]) if reads_operands(values, args) else None
 
         return run
 
@@ -214,9 +236,3 @@ def _every_second_row(whole: TensorMap, itemsize: int) -> tuple[TensorMap, Tenso
     even = TensorMap(whole.address, (outer, (rows + 1) // 2, width), strides)
     odd = TensorMap(whole.address + stride_t * itemsize, (outer, rows // 2, width), strides)
     return even, odd if rows > 1 else even
-
-
-def _counter(args: PrefillArgs) -> torch.Tensor:
-    if args.workspace is None:
-        return torch.zeros(1, dtype=torch.int32, device=args.q.device)
-    return args.workspace[:_COUNTER_BYTES].view(torch.int32).zero_()

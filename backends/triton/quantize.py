@@ -9,7 +9,7 @@ import torch
 from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes
-from mla.problem import Problem, QuantizeArgs
+from mla.problem import Again, Problem, QuantizeArgs
 
 #: Columns of a tile and blocks of columns of a program, by granularity; 0: elements of a token at a time.
 TILES = {0: (1024, 1), 64: (64, 32), 128: (128, 16), 576: (1024, 2)}
@@ -45,13 +45,13 @@ class Quantize(Entry):
         return (spec,)
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[QuantizeArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[QuantizeArgs], Again | None]:
         """Compile; return the callable that only launches."""
         (spec,) = Quantize.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         granularity, rows = problem.granularity, TILES[problem.granularity][1]
 
-        def run(args: QuantizeArgs) -> None:
+        def run(args: QuantizeArgs) -> Again | None:
             x, output, scale = args.x, args.output, args.scale
             tokens, heads, width = x.shape
             values = {
@@ -62,7 +62,7 @@ class Quantize(Entry):
                 "tokens": tokens, "heads": heads, "width": width,
             }  # fmt: skip
             units = tokens * heads * -(-width // granularity) if granularity else tokens
-            kernel.launch(values, -(-units // rows))
+            return kernel.launch(values, -(-units // rows))
 
         return run
 

@@ -9,7 +9,7 @@ import torch
 from mla.backends.triton import runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes, search_steps
-from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Problem, StoreArgs
+from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again, Problem, StoreArgs
 
 #: Rows of one program.
 BLOCK_R = 16
@@ -55,17 +55,17 @@ class Store(Entry):
         )
 
     @staticmethod
-    def prepare(problem: Problem, device: torch.device) -> Callable[[StoreArgs], None]:
+    def prepare(problem: Problem, device: torch.device) -> Callable[[StoreArgs], Again | None]:
         """Compile; return the callable that only launches."""
         (spec,) = Store.specs(problem, runtime.arch_of(device))
         kernel = runtime.load(spec, device)
         scaled, rope_scaled = problem.granularity > 0, problem.granularity > 0 and "+" not in problem.out_dtype
 
-        def run(args: StoreArgs) -> None:
+        def run(args: StoreArgs) -> Again | None:
             cache, x, r = args.cache, args.latent, args.rope
             latent, rope, scales, table = cache.latent, cache.rope, cache.scales, cache.page_table
             if x.shape[0] == 0 or cache.batch_size == 0:
-                return
+                return None
             values = {
                 "latent": as_bytes(latent) if scaled else latent,
                 "stride_latent_page": latent.stride(0), "stride_latent_token": latent.stride(1),
@@ -80,7 +80,7 @@ class Store(Entry):
             }  # fmt: skip
             if scales is not None:
                 values["stride_scales_page"], values["stride_scales_token"] = scales.stride(0), scales.stride(1)
-            kernel.launch(values, -(-x.shape[0] // BLOCK_R))
+            return kernel.launch(values, -(-x.shape[0] // BLOCK_R))
 
         return run
 

@@ -80,14 +80,26 @@ def turn_rows(rows, negative):
 
 @gluon.jit
 def zero_rows(s_v, count):
-    """Write zeros behind the first `count` values of a tile: zero times NaN is NaN. All consumers write the same."""
-    PIECE: gl.constexpr = 32
-    WIDTH: gl.constexpr = 16 * 8 // s_v.dtype.primitive_bitwidth
-    by_row: gl.constexpr = gl.BlockedLayout([1, WIDTH], [WIDTH // 4, 128 // WIDTH], [4, 1], [1, 0])
-    offs_n = gl.arange(0, PIECE, layout=gl.SliceLayout(1, by_row))[:, None]
-    for piece in gl.static_range(s_v.shape[0] // PIECE):
-        part = s_v.slice(piece * PIECE, PIECE, 0)
-        part.store(gl.where(piece * PIECE + offs_n < count, part.load(by_row), 0.0))
+    """Write zeros behind the first `count` values of a tile: zero times NaN is NaN.
+
+    All consumers write the same zeros and read none of them. A line of shared memory has 128 bytes of a row, in
+    whatever order, so lines are zeroed up to a multiple of GROUP rows and then groups of them.
+    """
+    GROUP: gl.constexpr = 8
+    LINE: gl.constexpr = 32
+    ROWS: gl.constexpr = s_v.shape[0]
+    PARTS: gl.constexpr = s_v.shape[1] * s_v.dtype.primitive_bitwidth // (32 * LINE)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines = reinterpret(s_v, gl.int32, [PARTS * ROWS, LINE], plain)
+    groups = reinterpret(s_v, gl.int32, [PARTS * ROWS // GROUP, GROUP * LINE], plain)
+    zero_line = gl.full([LINE], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    zero_group = gl.full([GROUP * LINE], 0, gl.int32, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    whole_groups = (count + (GROUP - 1)) // GROUP
+    for part in gl.static_range(PARTS):
+        for line in range(part * ROWS + count, part * ROWS + whole_groups * GROUP):
+            lines.index(line).store(zero_line)
+        for group in range(part * (ROWS // GROUP) + whole_groups, (part + 1) * (ROWS // GROUP)):
+            groups.index(group).store(zero_group)
     fence_async_shared()
     debug_barrier()
 

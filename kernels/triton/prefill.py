@@ -574,3 +574,9 @@ def prefill(
         at_lse = lse + t_first * stride_lse_t + head * stride_lse_h
         natural = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * LN2)
         tl.store(at_lse + offs_m * stride_lse_t, natural, mask=m_inside)
+
+
+@triton.jit
+def clear(slots):
+    """Write the zero that a persistent kernel counts from."""
+    tl.store(slots, 0)

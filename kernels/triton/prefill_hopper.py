@@ -1,7 +1,7 @@
 """Prefill for sm_90 in Gluon, Triton's lower-level language: warps of different roles, persistent over the items.
 
 Computes what ``prefill.py`` computes, for 192 x 128 without biases and soft-cap, in 16 bits and in fp8. The mask's
-functions (mask_visible, mask_tile_class) are put in front of this text (``backends/triton/compiler.py``).
+functions (mask_visible, mask_tile_class) are put behind this text (``backends/triton/compiler.py``).
 
     CTA (one an SM): BLOCK_M query rows of one head, keys in tiles of BLOCK_N = 128
     2 or 3 x 4 warps    consumers of 64 rows     S = Q K^T by wgmma from shared memory, softmax and O in registers,

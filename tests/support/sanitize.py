@@ -5,13 +5,17 @@
 Needs an NVIDIA GPU and compute-sanitizer on the path. Only kernels of this library are checked, but by initcheck, which
 has to see every write. Each tensor is an allocation of its own, so that one step past its end is seen. Faults planted
 in copies of the sources (sanitizer_edits.py) run the same way, since "0 reports" says something only of a tool that
-finds them; and racecheck sees the kernels for sm_90 in a copy where it can follow their barriers. The exit status is 0
-where every tool came to its end, reported nothing of the kernels without a fault, and found every fault.
+finds them; and racecheck sees the kernels for sm_90 in a copy where it can follow their barriers. What it reports of
+memory through which Triton itself hands the registers of a kernel to its warps (`is_hand_over`) does not count. The
+exit status is 0 where every tool came to its end, reported nothing of the kernels without a fault, and found every
+fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import itertools
 import os
 import re
@@ -31,7 +35,7 @@ from mla import registry
 from mla.target import device_arch
 from tests.support.matrix_cases import LONG_ROWS, PREFILLS
 from tests.support.problems import problem_of
-from tests.support.sanitizer_edits import EVERY_LANE_ARRIVES, FAULTS, ROOT, Fault, copy_sources
+from tests.support.sanitizer_edits import FAULTS, FOR_RACECHECK, ROOT, Fault, copy_sources
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 CASES_A_JOB = 8
@@ -45,6 +49,9 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 _REPORT = re.compile(
     r"^========= ((?:Error|Warning|Invalid|Uninitialized|Barrier|Divergent|Potential)\b.*)", re.MULTILINE
 )
+#: A report of racecheck: an access in its first line, others in the lines behind.
+_RACE = re.compile(r"========= Error: Race reported between .*(?:\n=========     and .*)*")
+_PLACE = re.compile(r" access at \S+ in (\S.*?):(\d+)(?: \[\d+ hazards\])?$", re.MULTILINE)
 #: Kernels of Triton have the plain names of their functions; those of CUDA all begin alike.
 _TRITON_KERNELS = {"prefill": ("prefill", "schedule")}
 
@@ -105,14 +112,14 @@ def find_cases(only: str) -> list[str]:
     return [line for line in listed.splitlines() if fits(line)]
 
 
-def divide(tool: str, cases: Sequence[str], most: int, every_lane: Path) -> list[Job]:
+def divide(tool: str, cases: Sequence[str], most: int, for_racecheck: Path) -> list[Job]:
     """Return jobs of equal sizes for each implementation, of `most` cases taken evenly from all of its own."""
     jobs = []
     for name, own in itertools.groupby(sorted(cases, key=implementation_of), implementation_of):
         group = list(own)
         chosen = group[:: -(-len(group) // most)]
         count = -(-len(chosen) // CASES_A_JOB)
-        folder = every_lane if tool == "racecheck" and name.startswith("cuda.sm90") else ROOT
+        folder = for_racecheck if tool == "racecheck" and ".sm90." in name else ROOT
         jobs += [Job(tool, name, chosen[first::count], folder) for first in range(count)]
     return jobs
 
@@ -132,6 +139,8 @@ def command_of(job: Job) -> list[str]:
         job.tool,
         "--report-api-errors",
         "no",
+        "--print-limit",
+        "10000",
         *padding,
         *filters,
         *_PYTEST,
@@ -154,14 +163,37 @@ def run(job: Job, log: Path | None) -> Outcome:
     if log is not None:
         log.write_text(output, encoding="utf-8")
     summaries = [int(count) for count in _SUMMARY.findall(output)]
+    hand_overs = [race for race in _RACE.findall(output) if is_hand_over(race)]
+    for race in hand_overs:
+        output = output.replace(race, "", 1)
     kinds = Counter(re.sub(r"\[\d+ hazards\]|0x[0-9a-f]{9,}", "", kind).strip() for kind in _REPORT.findall(output))
     return Outcome(
         job=job,
-        reports=sum(summaries) if summaries else None,
+        reports=sum(summaries) - len(hand_overs) if summaries else None,
         passed=len(re.findall(r"^PASSED ", output, re.MULTILINE)),
         kinds=kinds,
         seconds=time.monotonic() - begin,
     )
+
+
+@functools.cache
+def _ends_of_kernel() -> frozenset[str]:
+    """Return the lines where the Triton kernel for sm_90 begins and where its last statement does."""
+    tree = ast.parse((ROOT / "kernels/triton/prefill_hopper.py").read_text(encoding="utf-8"))
+    (kernel,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "prefill")
+    return frozenset({str(kernel.lineno), str(kernel.body[-1].lineno)})
+
+
+def is_hand_over(race: str) -> bool:
+    """Tell whether all accesses of a race are Triton's own, by which it hands registers to warps of other roles.
+
+    Code of no statement counts for the line where the kernel begins or for its last statement, both outside of every
+    role: words that the first warps write and the others read, with ``barrier.sync 1`` of the whole block between
+    them, as the assembly shows. racecheck reports some of them all the same. Memory of ours is accessed in other lines.
+    """
+    places = _PLACE.findall(race)
+    own = all(file.startswith("<prefill_hopper ") and line in _ends_of_kernel() for file, line in places)
+    return bool(places) and own
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
@@ -210,10 +242,10 @@ def main() -> int:
                 copy = Path(folder, str(number))
                 copy_sources(copy, [fault.edit])
                 running.append(start(Job(fault.tool, fault.implementation, [fault.test_id], copy, fault)))
-        every_lane = Path(folder, "every lane arrives")
-        copy_sources(every_lane, EVERY_LANE_ARRIVES)
+        for_racecheck = Path(folder, "racecheck")
+        copy_sources(for_racecheck, FOR_RACECHECK)
         cases = find_cases(args.only) if args.most else []
-        running += [start(job) for tool in tools for job in divide(tool, cases, args.most, every_lane)]
+        running += [start(job) for tool in tools for job in divide(tool, cases, args.most, for_racecheck)]
         outcomes = []
         for future in as_completed(running):
             outcomes.append(future.result())

@@ -10,8 +10,8 @@ from mla import dispatch, registry
 from mla.backends.cuda.ops import PrefillFp8Sm90, PrefillSm90
 from tests.support.cuda_execution import executed, needs_compiler
 from tests.support.problems import Case, build
-from tests.support.sanitize import TOOLS
-from tests.support.sanitizer_edits import EVERY_LANE_ARRIVES, FAULTS, ROOT, Edit, Fault, copy_sources
+from tests.support.sanitize import TOOLS, is_hand_over
+from tests.support.sanitizer_edits import FAULTS, FOR_RACECHECK, ROOT, Edit, Fault, copy_sources
 
 
 def changed(folder: Path) -> set[str]:
@@ -32,8 +32,19 @@ def test_every_tool_has_faults() -> None:
 
 
 def test_a_copy_has_the_edits_and_no_others(tmp_path: Path) -> None:
-    copy_sources(tmp_path / "copy", EVERY_LANE_ARRIVES)
-    assert changed(tmp_path / "copy") == {edit.file for edit in EVERY_LANE_ARRIVES}
+    copy_sources(tmp_path / "copy", FOR_RACECHECK)
+    assert changed(tmp_path / "copy") == {edit.file for edit in FOR_RACECHECK}
+
+
+def test_only_where_a_kernel_begins_and_ends_are_races_of_triton_itself() -> None:
+    text = (ROOT / "kernels/triton/prefill_hopper.py").read_text(encoding="utf-8").splitlines()
+    begin = text.index("def prefill(") + 1
+    race = "========= Error: Race reported between Read access at prefill+0x210 in <prefill_hopper f264befe9445ac0e>:{}"
+    other = "\n=========     and Write access at prefill+0x4770 in {} [31 hazards]"
+    assert is_hand_over(race.format(begin) + other.format(f"<prefill_hopper f264befe9445ac0e>:{begin}"))
+    for place in (f"hopper_tiles.py:{begin}", f"<prefill_hopper f264befe9445ac0e>:{begin + 200}"):
+        assert not is_hand_over(race.format(begin) + other.format(place))
+    assert not is_hand_over(race.format(begin - 1)) and not is_hand_over(race.replace(" in <", " <").format(begin))
 
 
 @needs_compiler
@@ -42,7 +53,7 @@ def test_every_arrival_is_counted(entry: type, tmp_path: Path, monkeypatch: pyte
     """The kernels for sm_90 in which every lane arrives come to their end, warp by warp on the host."""
 
     def edited(text: str) -> str:
-        for edit in EVERY_LANE_ARRIVES:
+        for edit in FOR_RACECHECK:
             text = text.replace(edit.old, edit.new) if ("fp8" in edit.file) == (entry is PrefillFp8Sm90) else text
         return text
 
