@@ -188,8 +188,8 @@ FAULTS_FULL = {
     "values_past_the_last_key": ("if (keys >= kBlockN) return;", "return;"),
     "columns_swapped": ("lane < 16 ? 0x6240 : 0x7351", "lane < 16 ? 0x7351 : 0x6240"),
     "sums_not_moved": ("sums.l[r] *= alpha;", ""),
-    "values_never_given_back": ("mbarrier_arrive_if(lead, shared.v_empty(v.stage()));", ""),
-    "probabilities_out_of_place": ("words[2 * u + r] =", "words[(2 * u + r) ^ 2] ="),
+    "values_never_given_back": ("release_values(lead, at);", ""),
+    "probabilities_out_of_place": ("words[word - 1] =", "words[(word - 1) ^ 2] ="),
     "second_half_from_the_first": ("row + block + half, full", "row + half, full"),
 }
 FAULTS_LATE = {

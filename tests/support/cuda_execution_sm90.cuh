@@ -121,6 +121,13 @@ inline void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
   host::progress++;
 }
 
+inline bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+  return sm90::barriers.at(barrier).phase != int(parity);
+}
+inline void mbarrier_wait_parity_unless(bool completed, uint32_t barrier, uint32_t parity) {
+  if (!completed) mbarrier_wait_parity(barrier, parity);
+}
+
 // ---- proxies, registers, grids --------------------------------------------------------------------------------------
 
 inline void fence_proxy_async_shared() {}
@@ -149,6 +156,12 @@ inline int nctaid_x() { return host::grid.x; }
 // ---- shared memory, fragments, arithmetic ---------------------------------------------------------------------------
 
 template <typename T> T ld_global_nc_in_order(const T* p) { return __ldg(p); }
+struct uint2 { uint32_t x, y; };
+inline uint2 ld_shared_v2_b32(uint32_t shared) {
+  uint2 v;
+  memcpy(&v, host::shared + shared, 8);
+  return v;
+}
 inline float4 ld_shared_v4_f32(uint32_t shared) {
   float4 v;
   memcpy(&v, host::shared + shared, 16);
@@ -177,6 +190,8 @@ inline uint8_t e4m3_rounded(float x) {
 inline uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
   return e4m3_rounded(a) | e4m3_rounded(b) << 8 | e4m3_rounded(c) << 16 | uint32_t(e4m3_rounded(d)) << 24;
 }
+
+inline void compute_here(uint32_t&) {}
 
 constexpr uint64_t kEvictFirst = 0, kEvictLast = 0;
 inline void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, int c0, int c1, int c2, uint32_t barrier,
@@ -226,9 +241,12 @@ template <int N> void wgmma_wait_group() {
 inline uint64_t wgmma_descriptor(uint32_t shared, uint32_t leading, uint32_t stride) {
   return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
 }
+inline uint32_t wgmma_start(uint32_t shared) { return (shared & 0x3ffff) >> 4 | 1u << 16; }
+template <int BYTES> uint64_t wgmma_k_major_from(uint32_t start, int step) {
+  return (start + (step >> 4)) | uint64_t(8 * BYTES >> 4) << 32 | uint64_t(BYTES == 128 ? 1 : 2) << 62;
+}
 template <int BYTES> uint64_t wgmma_k_major(uint32_t shared, int step) {
-  return uint64_t(((shared & 0x3ffff) + step) >> 4) | 1ull << 16 | uint64_t(8 * BYTES >> 4) << 32 |
-         uint64_t(BYTES == 128 ? 1 : 2) << 62;
+  return wgmma_k_major_from<BYTES>(wgmma_start(shared), step);
 }
 inline constexpr uint64_t descriptor_step(int bytes) { return uint64_t(bytes >> 4); }
 

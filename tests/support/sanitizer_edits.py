@@ -88,7 +88,6 @@ FOR_RACECHECK = (
          f"{_TMA_OF_VALUES}for (int i = 1; i < 32; i++) mbarrier_arrive(full);\n          cp_async"),
     Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "if (elect_sync()) mbarrier_arrive", "mbarrier_arrive"),
     Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "const bool lead = elect_sync();", "const bool lead = true;"),
-    Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "words, elect_sync());", "words, true);"),
     Edit(f"{_TRITON}/prefill_hopper.py", "zero_columns(tile, n", "if WARPGROUP == 0: zero_columns(tile, n"),
 )  # fmt: skip
 

@@ -46,6 +46,24 @@ MLA_DEVICE void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// Whether the phase of the given parity has completed; waits for nothing.
+MLA_DEVICE bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+// mbarrier_wait_parity, unless that test has told that the phase has completed.
+MLA_DEVICE void mbarrier_wait_parity_unless(bool completed, uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p bra DONE_%=;\nWAIT_%=:\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra DONE_%=;\n bra WAIT_%=;\nDONE_%=:\n}" ::"r"(
+          barrier),
+      "r"(parity), "r"(uint32_t(completed))
+      : "memory");
+}
 // This thread's cp.async copies so far arrive on the barrier when they land, without counting as one more arrival.
 MLA_DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -105,7 +123,12 @@ MLA_DEVICE void cp_async_bulk_prefetch_tensor_3d(const TensorMap& map, int c0, i
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
-// A load that stays where it is written, so that it takes no registers before.
+// Loads that stay where they are written, so that they take no registers before.
+MLA_DEVICE uint2 ld_shared_v2_b32(uint32_t shared) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+  return v;
+}
 MLA_DEVICE float4 ld_shared_v4_f32(uint32_t shared) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -168,6 +191,9 @@ MLA_DEVICE uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) 
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return y;
 }
+
+// `x` is computed here, not where it is used.
+MLA_DEVICE void compute_here(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 // ---- named barriers, dependent grids --------------------------------------------------------------------------------
 

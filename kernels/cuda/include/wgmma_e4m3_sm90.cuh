@@ -6,11 +6,14 @@
 
 // Descriptor of a K-major operand with rows of BYTES (64 or 128), swizzled by as much, in atoms of 8 rows; `step` bytes
 // into its rows. Only the low word depends on the address, and a step carries nothing out of it.
-template <int BYTES> MLA_DEVICE uint64_t wgmma_k_major(uint32_t shared, int step) {
+MLA_DEVICE uint32_t wgmma_start(uint32_t shared) { return (shared & 0x3ffff) >> 4 | 1u << 16; }
+template <int BYTES> MLA_DEVICE uint64_t wgmma_k_major_from(uint32_t start, int step) {
   static_assert(BYTES == 64 || BYTES == 128, "a swizzle");
   constexpr uint64_t kMode = BYTES == 128 ? 1 : 2;
-  const uint32_t low = ((shared & 0x3ffff) >> 4 | 1u << 16) + (step >> 4);
-  return low | uint64_t(8 * BYTES >> 4) << 32 | kMode << 62;
+  return (start + (step >> 4)) | uint64_t(8 * BYTES >> 4) << 32 | kMode << 62;
+}
+template <int BYTES> MLA_DEVICE uint64_t wgmma_k_major(uint32_t shared, int step) {
+  return wgmma_k_major_from<BYTES>(wgmma_start(shared), step);
 }
 
 // d = a * b, plus d if `accumulate`: both operands in shared memory; a in registers.

@@ -36,17 +36,41 @@ struct Consumer {
     for (int r = 0; r < 2; r++) scales[r] = factor * shared.row_scales(group)[row() + 8 * r];
   }
 
-  template <int W> MLA_DEVICE void multiply_nope(float (&s)[W / 2]) const {
+  // Where the tile at hand lies. Addresses are chains of uniform instructions, ten cycles each.
+  struct Place {
+    uint32_t nope, rope, values;  // starts of descriptors
+    uint32_t head, k_full, v_full;
+  };
+  MLA_DEVICE Place place() const {
+    const uint32_t keys = shared.k(k.stage());
+    Place at{wgmma_start(keys),
+             wgmma_start(keys + kKNopeBytes),
+             wgmma_start(shared.v(v.stage())),
+             shared.head_address(k.count),
+             shared.k_full(k.stage()),
+             shared.v_full(v.stage())};
+    compute_here(at.nope), compute_here(at.rope), compute_here(at.values), compute_here(at.head),
+        compute_here(at.k_full), compute_here(at.v_full);
+    return at;
+  }
+  MLA_DEVICE void release_keys(bool lead, const Place& at) const {
+    mbarrier_arrive_if(lead, at.k_full + (shared.k_empty(0) - shared.k_full(0)));
+  }
+  MLA_DEVICE void release_values(bool lead, const Place& at) const {
+    mbarrier_arrive_if(lead, at.v_full + (shared.v_empty(0) - shared.v_full(0)));
+  }
+
+  template <int W> MLA_DEVICE void multiply_nope(float (&s)[W / 2], const Place& at) const {
 #pragma unroll
     for (int i = 0; i < kRowBytes; i += 32)
-      wgmma_e4m3_ss<W>(s, wgmma_k_major<kRowBytes>(shared.q(group), i),
-                       wgmma_k_major<kRowBytes>(shared.k(k.stage()), i), i > 0);
+      wgmma_e4m3_ss<W>(s, wgmma_k_major<kRowBytes>(shared.q(group), i), wgmma_k_major_from<kRowBytes>(at.nope, i),
+                       i > 0);
   }
-  template <int W> MLA_DEVICE void multiply_rope(float (&s)[W / 2]) const {
+  template <int W> MLA_DEVICE void multiply_rope(float (&s)[W / 2], const Place& at) const {
 #pragma unroll
     for (int i = 0; i < kRopeRowBytes; i += 32) {
       const uint64_t q_at = wgmma_k_major<kRopeRowBytes>(shared.q(group) + kQNopeBytes, i),
-                     k_at = wgmma_k_major<kRopeRowBytes>(shared.k(k.stage()) + kKNopeBytes, i);
+                     k_at = wgmma_k_major_from<kRopeRowBytes>(at.rope, i);
       if constexpr (kRopeFp8)
         wgmma_e4m3_ss<W>(s, q_at, k_at, true);
       else
@@ -55,100 +79,119 @@ struct Consumer {
   }
   // S of the tile at hand, of which the first W keys are looked at, in flight at the end. Where the nope part has scales
   // of its own, and these are not one with the rope's, it is brought to the rope's first.
-  template <int W, bool kOneScale> MLA_DEVICE void multiply_keys(float (&s)[W / 2]) const {
+  template <int W, bool kOneScale> MLA_DEVICE void multiply_keys(float (&s)[W / 2], const Place& at) const {
     wgmma_fence();
-    multiply_nope<W>(s);
+    multiply_nope<W>(s, at);
     if constexpr (kTwoScales && !kOneScale) {
       wgmma_commit_group();
-      wgmma_wait_group<0>();
+      ScalesOfKeys<W> scales;
+      scales.read(shared.scales(k.stage(), kScaleNope));
       float rows[2] = {1.0f, 1.0f};
       if constexpr (kRopePlain) read_row_scales(rows, 1.0f);
-      scale_scores<W>(s, shared.scales(k.stage(), kScaleNope), rows);
+      wgmma_wait_group<0>();
+      scales.multiply(s, rows);
       wgmma_fence();
     }
-    multiply_rope<W>(s);
+    multiply_rope<W>(s, at);
     wgmma_commit_group();
   }
-  // O += P V of the tile at hand; its V has arrived. The tensor cores truncate what they add in fp8: a tile's product
-  // stands alone and is added in fp32.
-  template <int W, bool kOnes>
-  MLA_DEVICE void add_values(float (&o)[MLA_V_DIM / 2], RowSums& sums, const uint32_t (&words)[W / 8], bool lead) {
+  // O += P V of the tile at hand, whose V has arrived; `meanwhile` runs while the product is in flight. The tensor cores
+  // truncate what they add in fp8: a tile's product stands alone and is added in fp32.
+  template <int W, bool kOnes, typename F>
+  MLA_DEVICE void add_values(float (&o)[MLA_V_DIM / 2], RowSums& sums, const uint32_t (&words)[W / 8], Place at,
+                             bool lead, const F& meanwhile) {
     constexpr int kColumns = MLA_V_DIM + 8 * kOnes;
     float t[kColumns / 2];
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < W / 32; i++)
-      wgmma_e4m3_rs<kColumns>(t, words + 4 * i, wgmma_k_major<kRowBytes>(shared.v(v.stage()), 32 * i), i > 0);
+      wgmma_e4m3_rs<kColumns>(t, words + 4 * i, wgmma_k_major_from<kRowBytes>(at.values, 32 * i), i > 0);
     wgmma_commit_group();
-    wgmma_wait_group<0>();
-    mbarrier_arrive_if(lead, shared.v_empty(v.stage()));
-    v.advance();
-    if constexpr (kOnes) sums.l[0] += t[MLA_V_DIM / 2], sums.l[1] += t[MLA_V_DIM / 2 + 2];  // column 128: lanes t = 0
     const float v_factor = kValueScales ? shared.head(k.count)->v_factor : 1.0f;
+    k.advance();
+    v.advance();
+    meanwhile();
+    wgmma_wait_group<0>();
+    release_values(lead, at);
+    if constexpr (kOnes) sums.l[0] += t[MLA_V_DIM / 2], sums.l[1] += t[MLA_V_DIM / 2 + 2];  // column 128: lanes t = 0
 #pragma unroll
     for (int i = 0; i < MLA_V_DIM / 2; i++) o[i] = kValueScales ? __fmaf_rn(t[i], v_factor, o[i]) : o[i] + t[i];
-    k.advance();
   }
 
-  // Tiles that are visible as a whole, from the one at hand on, as long as their keys have the scale `common`; where that
-  // is 0, as long as they have several. Returns the class of the tile behind them. Products are issued, and exponentials
-  // taken, before it is known whether the tile is such a one.
-  template <bool kOneScale> MLA_DEVICE uint32_t run_visible(float (&o)[MLA_V_DIM / 2], RowSums& sums, float common) {
+  // Tiles that are visible as a whole, from the one at hand on, as long as their keys have the scale of bits `common`;
+  // where that is 0, as long as they have several. Returns the class of the tile behind them. A warpgroup's time from one
+  // product to the next is what a tile takes: everything but the softmax is done while a product is in flight. Votes
+  // tell ptxas that what is said of a tile is the same in all lanes.
+  template <bool kOneScale> MLA_DEVICE uint32_t run_visible(float (&o)[MLA_V_DIM / 2], RowSums& sums, uint32_t common,
+                                                            bool lead) {
     constexpr bool kValues = !kOneScale && kValueScales, kOnes = kSumByProduct && !kValues, kSums = !kOnes;
+    constexpr bool kScaled = !kOneScale && !kRopePlain;
     float factor[2] = {p.logit_scale, p.logit_scale};  // of this thread's rows in the exponent
-    if constexpr (!kRopePlain) read_row_scales(factor, kOneScale ? p.logit_scale * common : p.logit_scale);
-    const bool lead = elect_sync();
+    if constexpr (!kRopePlain)
+      read_row_scales(factor, kOneScale ? p.logit_scale * __uint_as_float(common) : p.logit_scale);
     bool first = true;
+    Place at = place();
 #pragma unroll 1
     while (true) {
       float s[kBlockN / 2];
-      multiply_keys<kBlockN, kOneScale>(s);
+      const uint2 head = ld_shared_v2_b32(at.head);
+      multiply_keys<kBlockN, kOneScale>(s, at);
+      const uint32_t next = class_in(head.x, group);
+      const bool ends = lead & __any_sync(~0u, next == kEnd), leaves = __any_sync(~0u, next != kVisible);
+      const bool other_scale = __any_sync(~0u, head.y != common);
+      ScalesOfKeys<kBlockN> scales;
+      if constexpr (kScaled) scales.read(shared.scales(k.stage(), kScaleAll));
       wgmma_wait_group<0>();
-      const TileHead head = *shared.head(k.count);
-      const bool other_scale = head.factor != common;
-      mbarrier_arrive_if(lead & (class_in(head.tag, group) == kEnd) & !other_scale, shared.q_empty(group));
-      if constexpr (!kOneScale && !kRopePlain) {
+      if (__builtin_expect(other_scale, 0)) return kVisible;
+      if constexpr (kScaled) {
         const float one[2] = {1.0f, 1.0f};
-        scale_scores<kBlockN>(s, shared.scales(k.stage(), kScaleAll), one);
+        scales.multiply(s, one);
       }
       if constexpr (!kOneScale) __syncwarp();  // all lanes have read their scales
       uint32_t words[kBlockN / 8];
-      if (first) raise_references<kBlockN>(s, factor, sums, o, true, true);
+      if (__builtin_expect(first, 0)) raise_references<kBlockN>(s, factor, sums, o, true, true);
       first = false;
-      const uint32_t values = shared.scales(k.stage(), kScaleValue);
-      if (!softmax_visible<kSums, kValues, kBlockN>(s, words, factor, sums, o, other_scale, values)) return kVisible;
-      // The same in all lanes, and now ptxas knows.
-      const uint32_t next = class_in(__reduce_or_sync(~0u, head.tag), group);
+      const bool values_here = mbarrier_test_wait_parity(at.v_full, v.phase());
+      softmax_visible<kSums, kValues, kBlockN>(s, words, factor, sums, o,
+                                               keys_of_thread(shared.scales(k.stage(), kScaleValue)));
       if constexpr (kValues) __syncwarp();
-      mbarrier_arrive_if(lead, shared.k_empty(k.stage()));
-      mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
-      add_values<kBlockN, kOnes>(o, sums, words, lead);
-      if (next != kVisible) return next;
-      mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+      mbarrier_wait_parity_unless(values_here, at.v_full, v.phase());
+      bool keys_here = false;
+      add_values<kBlockN, kOnes>(o, sums, words, at, lead, [&] {
+        mbarrier_arrive_if(ends, shared.q_empty(group));
+        release_keys(lead, at);
+        at = place();
+        keys_here = mbarrier_test_wait_parity(at.k_full, k.phase());
+      });
+      if (leaves) return class_in(__reduce_or_sync(~0u, shared.head(k.count - 1)->tag), group);
+      mbarrier_wait_parity_unless(keys_here, at.k_full, k.phase());
     }
   }
 
   // One tile of which some keys are hidden, or whose logits are more than scaled scores. Returns the class of the next.
-  template <int W> MLA_DEVICE uint32_t step_masked(float (&o)[MLA_V_DIM / 2], RowSums& sums) {
+  template <int W> MLA_DEVICE uint32_t step_masked(float (&o)[MLA_V_DIM / 2], RowSums& sums, bool lead) {
+    const Place at = place();
     float s[W / 2];
-    multiply_keys<W, false>(s);
+    multiply_keys<W, false>(s, at);
     float factor[2] = {p.logit_scale, p.logit_scale};
     if constexpr (!kRopePlain) read_row_scales(factor, p.logit_scale);
     const uint32_t tag = __reduce_or_sync(~0u, shared.head(k.count)->tag);
+    ScalesOfKeys<W> scales;
+    scales.read(shared.scales(k.stage(), kScaleAll));
     wgmma_wait_group<0>();
     const uint32_t next = class_in(tag, group);
-    if (next == kEnd) release(shared.q_empty(group));
+    mbarrier_arrive_if(lead & (next == kEnd), shared.q_empty(group));
     const int first = tile_in(tag) * kBlockN, key = first + tid_x() % 4 * 4;
     uint32_t words[W / 8];
-    scale_scores<W>(s, shared.scales(k.stage(), kScaleAll), factor);
+    scales.multiply(s, factor);
     if constexpr (MLA_SOFTCAP || MLA_MASK_BIASES) shape_logits<W>(s, p, *item, row(), key);
     mask_logits<W>(s, p, *item, row(), key);
-    softmax_masked<kValueScales, W>(s, words, sums, o, shared.scales(k.stage(), kScaleValue));
+    softmax_masked<kValueScales, W>(s, words, sums, o, keys_of_thread(shared.scales(k.stage(), kScaleValue)));
     __syncwarp();  // all lanes have read the scales
-    release(shared.k_empty(k.stage()));
-    mbarrier_wait_parity(shared.v_full(v.stage()), v.phase());
+    release_keys(lead, at);
+    mbarrier_wait_parity(at.v_full, v.phase());
     clear_v_past(v.stage(), item->n_keys - first);
-    add_values<W, false>(o, sums, words, elect_sync());
+    add_values<W, false>(o, sums, words, at, lead, [] {});
     return next;
   }
 
@@ -187,13 +230,14 @@ struct Consumer {
   // The tile at hand, and those that go with it. Returns the class of the one behind them.
   MLA_DEVICE uint32_t work(uint32_t type, float (&o)[MLA_V_DIM / 2], RowSums& sums) {
     mbarrier_wait_parity(shared.k_full(k.stage()), k.phase());
+    const bool lead = elect_sync();
     if (type == kVisible && !MLA_SOFTCAP) {
       const uint32_t common = __reduce_or_sync(~0u, __float_as_uint(shared.head(k.count)->factor));
-      if (!kRopePlain && common != 0) return run_visible<true>(o, sums, __uint_as_float(common));
-      return run_visible<false>(o, sums, 0.0f);
+      if (!kRopePlain && common != 0) return run_visible<true>(o, sums, common, lead);
+      return run_visible<false>(o, sums, 0, lead);
     }
     if (type == kHidden) return skip();
-    return type == kHalf ? step_masked<kBlockN / 2>(o, sums) : step_masked<kBlockN>(o, sums);
+    return type == kHalf ? step_masked<kBlockN / 2>(o, sums, lead) : step_masked<kBlockN>(o, sums, lead);
   }
 };
 

@@ -185,6 +185,9 @@ struct Shared {
   MLA_DEVICE TileHead* head(uint32_t count) const {
     return reinterpret_cast<TileHead*>(bytes + kOffsetHeads) + count % kHeads;
   }
+  MLA_DEVICE uint32_t head_address(uint32_t count) const {
+    return base + kOffsetHeads + count % kHeads * uint32_t(sizeof(TileHead));
+  }
   MLA_DEVICE Item* item(int group, int buffer) const {
     return reinterpret_cast<Item*>(bytes + kOffsetItems) + buffer * kRowGroups + group;
   }

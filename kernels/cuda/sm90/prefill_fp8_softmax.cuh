@@ -4,22 +4,37 @@
 #pragma once
 #include "prefill_fp8_layout.cuh"
 
-// This thread's four keys of the 16 that begin at 16 u, of an array over the tile.
-MLA_DEVICE float4 of_keys(uint32_t array, int u) { return ld_shared_v4_f32(array + 64 * u + tid_x() % 4 * 16); }
+// This thread's first keys in an array over the tile: four of each 16.
+MLA_DEVICE uint32_t keys_of_thread(uint32_t array) { return array + (tid_x() & 3) * 16; }
 
-// s *= scale of the key, times a factor of the row.
-template <int W> MLA_DEVICE void scale_scores(float (&s)[W / 2], uint32_t array, const float (&row)[2]) {
+// The scales of a tile's first W keys: those of 64 are read at once, while products are in flight.
+template <int W> struct ScalesOfKeys {
+  static constexpr int kAhead = 4;
+  uint32_t mine;
+  float4 ahead[kAhead];
+
+  MLA_DEVICE void read(uint32_t array) {
+    mine = keys_of_thread(array);
 #pragma unroll
-  for (int u = 0; u < W / 16; u++) {
-    if (u % 2 == 0) __syncwarp();
-    const float4 x = of_keys(array, u);
+    for (int u = 0; u < kAhead; u++) ahead[u] = ld_shared_v4_f32(mine + 64 * u);
+  }
+  // s *= scale of the key, times a factor of the row.
+  MLA_DEVICE void multiply(float (&s)[W / 2], const float (&row)[2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int i = u / 4 * 32 + u % 4 * 4 + 2 * r;
-      s[i] *= x.x * row[r], s[i + 16] *= x.y * row[r], s[i + 1] *= x.z * row[r], s[i + 17] *= x.w * row[r];
+    for (int u = 0; u < W / 16; u++) {
+      const float4 x = ahead[u % kAhead];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int i = u / 4 * 32 + u % 4 * 4 + 2 * r;
+        s[i] *= x.x * row[r], s[i + 16] *= x.y * row[r], s[i + 1] *= x.z * row[r], s[i + 17] *= x.w * row[r];
+      }
+      if (u + kAhead < W / 16) {
+        ahead[u % kAhead] = ld_shared_v4_f32(mine + 64 * (u + kAhead));
+        __syncwarp();
+      }
     }
   }
-}
+};
 
 // Base-2 logits are softcapped and biased.
 template <int W>
@@ -90,27 +105,30 @@ template <int W> MLA_DEVICE float row_maximum(const float (&s)[W / 2], int r, fl
 }
 
 // P of a tile, and this thread's share of its row sums where these are kept in fp32. `values`: factors of the keys' V.
+// The exponentials of a word come before those of the word before are rounded, which would wait for them.
 template <bool kSums, bool kValues, int W>
 MLA_DEVICE void exponentials(const float (&s)[W / 2], uint32_t (&words)[W / 8], const float (&factor)[2],
                              const RowSums& sums, float (&sum)[2], uint32_t values) {
   sum[0] = sum[1] = 0.0f;
+  float y[2][4];
 #pragma unroll
-  for (int u = 0; u < W / 16; u++) {
-    float4 v;
-    if constexpr (kValues) {
-      __syncwarp();
-      v = of_keys(values, u);
+  for (int word = 0; word <= W / 8; word++) {
+    if (word < W / 8) {
+      const int u = word / 2, r = word % 2, i = u / 4 * 32 + u % 4 * 4 + 2 * r;
+      y[r][0] = ex2_approx_ftz(__fmaf_rn(s[i], factor[r], -sums.m[r]));
+      y[r][1] = ex2_approx_ftz(__fmaf_rn(s[i + 16], factor[r], -sums.m[r]));
+      y[r][2] = ex2_approx_ftz(__fmaf_rn(s[i + 1], factor[r], -sums.m[r]));
+      y[r][3] = ex2_approx_ftz(__fmaf_rn(s[i + 17], factor[r], -sums.m[r]));
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int i = u / 4 * 32 + u % 4 * 4 + 2 * r;
-      float a = ex2_approx_ftz(__fmaf_rn(s[i], factor[r], -sums.m[r])),
-            b = ex2_approx_ftz(__fmaf_rn(s[i + 16], factor[r], -sums.m[r])),
-            c = ex2_approx_ftz(__fmaf_rn(s[i + 1], factor[r], -sums.m[r])),
-            d = ex2_approx_ftz(__fmaf_rn(s[i + 17], factor[r], -sums.m[r]));
-      if constexpr (kSums) sum[r] += (a + b) + (c + d);
-      if constexpr (kValues) a *= v.x, b *= v.y, c *= v.z, d *= v.w;
-      words[2 * u + r] = cvt_rn_satfinite_e4m3x4(a, b, c, d);
+    if (word > 0) {
+      const int r = (word - 1) % 2;
+      if constexpr (kSums) sum[r] += (y[r][0] + y[r][1]) + (y[r][2] + y[r][3]);
+      if constexpr (kValues) {
+        if (r == 0) __syncwarp();
+        const float4 v = ld_shared_v4_f32(values + 64 * ((word - 1) / 2));
+        y[r][0] *= v.x, y[r][1] *= v.y, y[r][2] *= v.z, y[r][3] *= v.w;
+      }
+      words[word - 1] = cvt_rn_satfinite_e4m3x4(y[r][0], y[r][1], y[r][2], y[r][3]);
     }
   }
 }
@@ -145,10 +163,10 @@ MLA_DEVICE void raise_references(const float (&s)[W / 2], const float (&factor)[
 // Softmax of a tile of which every key is visible. Exponentials are taken with the references as they are; only a P of
 // 2^8 or more, whose byte a carry betrays, makes a row take its maximum and the tile begin anew. Where sums are kept in
 // fp32, they betray it: nothing of a sum below e4m3's largest number is larger. Each row decides for itself: the others'
-// P come out as before, to the bit. Returns false, with nothing done, where `other` holds.
+// P come out as before, to the bit.
 template <bool kSums, bool kValues, int W>
-MLA_DEVICE bool softmax_visible(const float (&s)[W / 2], uint32_t (&words)[W / 8], const float (&factor)[2],
-                                RowSums& sums, float (&o)[MLA_V_DIM / 2], bool other, uint32_t values) {
+MLA_DEVICE void softmax_visible(const float (&s)[W / 2], uint32_t (&words)[W / 8], const float (&factor)[2],
+                                RowSums& sums, float (&o)[MLA_V_DIM / 2], uint32_t values) {
   constexpr uint32_t kCarry = 0x08080808, kBit = 0x80808080;
   float sum[2];
   exponentials<kSums, kValues, W>(s, words, factor, sums, sum, values);
@@ -160,8 +178,7 @@ MLA_DEVICE bool softmax_visible(const float (&s)[W / 2], uint32_t (&words)[W / 8
 #pragma unroll
     for (int i = 0; i < W / 8; i++) flags[i & 1] |= words[i] + kCarry;
   }
-  if (__any_sync(~0u, ((flags[0] | flags[1]) & kBit) != 0 || other)) {
-    if (__any_sync(~0u, other)) return false;
+  if (__builtin_expect(__any_sync(~0u, ((flags[0] | flags[1]) & kBit) != 0), 0)) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       flags[r] &= kBit;
@@ -172,7 +189,6 @@ MLA_DEVICE bool softmax_visible(const float (&s)[W / 2], uint32_t (&words)[W / 8
     exponentials<kSums, kValues, W>(s, words, factor, sums, sum, values);
   }
   if constexpr (kSums) sums.l[0] += sum[0], sums.l[1] += sum[1];
-  return true;
 }
 
 // Softmax of logits, some of which may be hidden.
