@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla.backends.triton import runtime
+from mla.backends.triton import configs, runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes, search_steps
 from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem
 
 #: Rows of one program.
 BLOCK_R = 16
+
+
+def fp8_element(arch: str, dtypes: str) -> str:
+    """Return Triton's type of fp8 data that is read: what NVIDIA converts in one instruction, or bytes to decode."""
+    return configs.fp8_type(arch) if arch.startswith("sm_") and "fnuz" not in dtypes else "u8"
 
 
 class Gather(Entry):
@@ -22,7 +27,7 @@ class Gather(Entry):
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
         """Describe the kernel."""
         scaled = problem.granularity > 0
-        element = ELEMENT_TYPES[problem.dtypes.partition("+")[0]]
+        element = fp8_element(arch, problem.dtypes) if scaled else ELEMENT_TYPES[problem.dtypes]
         types: dict[str, str | None] = {"output": "*" + ELEMENT_TYPES[problem.out_dtype], "latent": "*" + element}
         types |= {
             "scales": "*fp32" if scaled else None,

@@ -9,7 +9,7 @@ Budget: each latent element read once and written once; bound by memory.
 import triton
 import triton.language as tl
 
-from .formats import decode_e4m3, narrow
+from .formats import narrow, widen
 
 
 @triton.jit
@@ -75,10 +75,15 @@ def gather(
 
     offs_d = tl.arange(0, KV_LORA_RANK)
     source = latent + (page * stride_page + slot.to(tl.int64) * stride_token)[:, None] + offs_d[None, :]
-    value = tl.load(source, mask=live[:, None], other=0)
+    value = tl.load(source, mask=live[:, None], other=0.0)
     if GRANULARITY > 0:
+        BLOCKS: tl.constexpr = (KV_LORA_RANK + GRANULARITY - 1) // GRANULARITY
         base = page * stride_scales_page + slot.to(tl.int64) * stride_scales_token
-        scale = tl.load(scales + base[:, None] + (offs_d // GRANULARITY)[None, :], mask=live[:, None], other=0.0)
-        value = narrow(decode_e4m3(value, FNUZ) * scale, output.dtype.element_ty, INTERPRETED)
+        # Once for a block of columns: an element's own address would make a load of each.
+        scale = tl.load(scales + base[:, None] + tl.arange(0, BLOCKS)[None, :], mask=live[:, None], other=0.0)
+        blocks = (
+            tl.reshape(widen(value, tl.float16, FNUZ), [BLOCK_R, BLOCKS, KV_LORA_RANK // BLOCKS]) * scale[:, :, None]
+        )
+        value = narrow(tl.reshape(blocks, [BLOCK_R, KV_LORA_RANK]), output.dtype.element_ty, INTERPRETED)
     target = output + row.to(tl.int64)[:, None] * stride_output + offs_d[None, :]
     tl.store(target, value, mask=asked[:, None])
