@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _BLOCK_N = 128
 _ITEM_BYTES = 48
+_KNOWN_TILES = 256
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,12 @@ class Tile:
         values = self.stages_v * _BLOCK_N * (128 + 8 * ones) + self.stages_raw * _BLOCK_N * 128
         scales = self.stages_k * (2 + value_scales) * _BLOCK_N * 4
         scales += 4 * 64 * self.row_groups
-        small = self.stages_k * (2 * 16 + 32) + 3 * self.row_groups * _ITEM_BYTES + (TABLE_SEQUENCES + 1) * ENTRY_BYTES
+        small = (
+            8 * _KNOWN_TILES
+            + self.stages_k * (2 * 16 + 32)
+            + 3 * self.row_groups * _ITEM_BYTES
+            + (TABLE_SEQUENCES + 1) * ENTRY_BYTES
+        )
         barriers = 2 * self.row_groups + 3 * self.stages_k + 3 * self.stages_v + 2 * self.stages_raw
         return 1024 + rows + values + scales + small + 8 * barriers + 8
 

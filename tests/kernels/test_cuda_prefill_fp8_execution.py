@@ -116,6 +116,26 @@ def test_tiles_of_one_scale_among_others(on_host: Run, seed: int) -> None:
     assert_output(outputs["output"], expected, "fp8", 0.6)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("", "", id="sound"),
+        pytest.param("if (known.k_row != k_row) return", "if (known.k_row < 0) return", id="another_tile", marks=FULL),
+    ],
+)
+def test_scales_of_tiles_are_remembered(old: str, new: str, on_host: Run, seed: int) -> None:
+    """The second head and later rows find the scales of the first; two sequences share a place of the table."""
+    on_host((lambda text: text.replace(old, new)) if old else None)
+    case = dataclasses.replace(ANYWHERE, dtypes="fp8+bf16_rope", lengths=((0, 600), (0, 300), (0, 60)))
+    problem = with_one_scale(case, seed)
+    problem.keywords["k_scales"][600:900] = 0.5
+    if not old:
+        check(problem)
+    else:
+        with pytest.raises((AssertionError, HostFault)):
+            check(problem)
+
+
 @pytest.mark.parametrize("lse", [True, pytest.param(False, marks=FULL)])
 def test_a_row_does_not_depend_on_its_neighbours(lse: bool, on_host: Run, seed: int) -> None:
     """Rows whose logits grow begin a tile anew; the others of their warp come out the same, to the bit."""
@@ -176,7 +196,7 @@ def test_any_role_may_be_late(case: Case, on_host: Run, seed: int) -> None:
 FAULTS = {
     "diagonal_shifted": ("int ahead = item.q_position", "int ahead = 1 + item.q_position"),
     "keys_in_their_own_order": ("key / kKeyBlock * kKeyBlock + key % 2 * 32 + key % kKeyBlock / 2", "key"),
-    "scales_of_masked_tiles_left_out": ("if (alike && job.whole) return;", "return;"),
+    "scales_of_masked_tiles_left_out": ("if (alike && job.scales == kOfEachOrAll) return;", "return;"),
     "warps_issue_other_products": (
         "if (!kRopePlain && common != 0)",
         "if (!kRopePlain && (common != 0 || tid_x() % 128 < 32))",
@@ -184,7 +204,7 @@ FAULTS = {
 }
 FAULTS_FULL = {
     "row_scales_wrong": ("p.q_scale[(item->q_row + at)", "p.q_scale[(item->q_row + (at ^ 1))"),
-    "slot_of_scales_wrong": ("token % kPageSize : token}", "token % kPageSize ^ 1 : token}"),
+    "slot_of_scales_wrong": ("uint32_t(token) % kPageSize)", "uint32_t(token) % kPageSize ^ 1)"),
     "values_past_the_last_key": ("if (keys >= kBlockN) return;", "return;"),
     "columns_swapped": ("lane < 16 ? 0x6240 : 0x7351", "lane < 16 ? 0x7351 : 0x6240"),
     "sums_not_moved": ("sums.l[r] *= alpha;", ""),

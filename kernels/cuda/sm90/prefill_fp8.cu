@@ -25,7 +25,8 @@
 //    98304  V^T ring     2 x (128 + 8) rows of 128 B; where V is rows, 2 x 16384 more for them
 //   133120  Q            3 x (64 rows of 128 B; 64 rows of 64 B)
 //   169984  scales       4 x 2 x 512, a word a key
-//   174080  q_scale of rows, heads of K tiles, items, table, jobs, 24 mbarriers
+//   174080  q_scale of rows, heads of K tiles, items, table, jobs, known scales of
+//                      tiles, 24 mbarriers
 //
 // Numerics: the accumulators of an fp8 product truncate, so each tile's P V stands alone and is added in fp32. A tile
 // of which every key is visible takes its exponentials by the references of before, the first of several by its maxima; a
@@ -82,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
       *reinterpret_cast<uint32_t*>(shared.v_bytes(i / kWords) + kVTileBytes + i % kWords * 4) =
           i % kWords < kBlockN / 4 ? kOnes : 0;
   }
+  for (int i = threadIdx.x; i < kKnownTiles; i += MLA_THREADS) shared.known(i * kBlockN)->k_row = -1;
   fence_proxy_async_shared();
   __syncthreads();
   griddepcontrol_wait();  // for the table, where a grid of this call writes it
@@ -93,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
       produce(params, shared);
     else if (warp < kKeyWarps)
       help_with_keys(params, shared, warp);
-    else
+    else if constexpr (kTransposeV)
       transpose_values(shared, warp - kKeyWarps);
   } else {
     setmaxnreg_inc<MLA_CONSUMER_REGISTERS>();

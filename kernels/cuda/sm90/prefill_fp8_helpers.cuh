@@ -3,34 +3,22 @@
 #pragma once
 #include "prefill_fp8_layout.cuh"
 
-// Rope rows of a tile, in boxes of every second row. Returns the page of the lane's box.
+// Rope rows of a tile, in boxes of every second row, one a lane. Returns the page of the lane's box; rows past the last
+// key repeat its box, whose page exists.
 MLA_DEVICE int load_rope(const PrefillParams& p, const KeyJob& job, uint32_t to, uint32_t full) {
-  const bool lead = (threadIdx.x & 31) == 0;
-  int page = 0;
-  if constexpr (MLA_ROPE_KIND == kRopePaged) {
-    // One lane a box looks up its page; rows past the last key repeat its box, whose page exists.
-    const int last = (job.keys - 1) / kBox * kBox, mine = (threadIdx.x & 31) * kBox;
-    if (mine < kBlockN)
-      page = page_row(p.page_table, job.sequence)[(job.token + (mine < last ? mine : last)) / kPageSize];
-#pragma unroll
-    for (int first = 0; first < kBlockN; first += kBox) {
-      const int page_of_box = __shfl_sync(~0u, page, first / kBox);
-      const int slot = (job.token + (first < last ? first : last)) % kPageSize;
-      if (lead)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          cp_async_bulk_tensor_3d(to + row_of_key(first + half) * kRopeRowBytes, p.rope, 0, slot + half, page_of_box,
-                                  full, kEvictLast);
+  constexpr int kBoxes = 2 * kBlockN / kBox;
+  const int lane = threadIdx.x & 31, mine = lane / 2 * kBox, half = lane % 2;
+  int page = MLA_ROPE_KIND == kRopeBatched ? job.sequence : 0;
+  if (lane < kBoxes) {
+    int row = mine + (MLA_ROPE_KIND == kRopeRagged ? job.k_row : job.token);
+    if constexpr (MLA_ROPE_KIND == kRopePaged) {
+      const int last = (job.keys - 1) / kBox * kBox;
+      const uint32_t token = job.token + (mine < last ? mine : last);
+      page = page_row(p.page_table, job.sequence)[token / kPageSize];
+      row = token % kPageSize;
     }
-  } else if (lead) {
-    const bool batched = MLA_ROPE_KIND == kRopeBatched;
-#pragma unroll
-    for (int first = 0; first < kBlockN; first += kKeyBlock)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        cp_async_bulk_tensor_3d(to + row_of_key(first + half) * kRopeRowBytes, p.rope, 0,
-                                (batched ? job.token : job.k_row) + first + half, batched ? job.sequence : 0, full,
-                                kEvictLast);
+    cp_async_bulk_tensor_3d(to + row_of_key(mine + half) * kRopeRowBytes, p.rope, 0, row + half, page, full,
+                            kEvictLast);
   }
   return page;
 }
@@ -67,24 +55,35 @@ MLA_DEVICE float warp_max(float x) {
 
 constexpr int kKeysOfLane = kBlockN / 32;  // one after the other
 
+template <typename T> MLA_DEVICE const T* opaque(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 struct KeyScales { float nope[kKeysOfLane], rope[kKeysOfLane], value[kKeysOfLane]; };
 
 // The scales of this lane's keys, all of which lie in one page and before the sequence's end.
 MLA_DEVICE KeyScales load_scales_in_row(const PrefillParams& p, const KeyJob& job, int page) {
   const int first = kKeysOfLane * (threadIdx.x & 31), row = job.k_row + first;
   const int token = MLA_ROPE_KIND == kRopeRagged ? row : job.token + first;
+  const float* nope = p.k_scales + row * p.k_scales_stride;
+  const float* value = kValueScales ? p.v_scale + row * p.v_scale_stride : nullptr;
   const uint8_t* rope = nullptr;
   if constexpr (kRopeFp8)
-    rope = token_row(p.rope_scales, Place{page, MLA_ROPE_KIND == kRopePaged ? token % kPageSize : token});
+    rope =
+        token_row(p.rope_scales, Place{page, MLA_ROPE_KIND == kRopePaged ? int(uint32_t(token) % kPageSize) : token});
   KeyScales x;
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; i++) {
-    x.nope[i] = ld_global_nc_in_order(p.k_scales + row * p.k_scales_stride + i * p.k_scales_stride);
-    x.value[i] = kValueScales ? ld_global_nc_in_order(p.v_scale + (row + i) * p.v_scale_stride) : 1.0f;
+    x.nope[i] = ld_global_nc_in_order(nope);
+    x.value[i] = kValueScales ? ld_global_nc_in_order(value) : 1.0f;
     if constexpr (kRopeFp8)
-      x.rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(rope + i * p.rope_scales.token_stride));
+      x.rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(rope));
     else
       x.rope[i] = kRopePlain ? 1.0f : x.nope[i];
+    nope = opaque(nope + p.k_scales_stride);
+    if constexpr (kValueScales) value = opaque(value + p.v_scale_stride);
+    if constexpr (kRopeFp8) rope = opaque(rope + p.rope_scales.token_stride);
   }
   return x;
 }
@@ -101,7 +100,7 @@ MLA_DEVICE KeyScales load_scales_apart(const PrefillParams& p, const KeyJob& job
     const int mine = kKeysOfLane * (threadIdx.x & 31) + i;
     key[i] = mine < job.keys ? mine : 0;
     if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeFp8)
-      page[i] = ld_global_nc_in_order(pages + (job.token + key[i]) / kPageSize);
+      page[i] = ld_global_nc_in_order(pages + uint32_t(job.token + key[i]) / kPageSize);
     else
       page[i] = MLA_ROPE_KIND == kRopeBatched ? job.sequence : 0;
   }
@@ -113,7 +112,7 @@ MLA_DEVICE KeyScales load_scales_apart(const PrefillParams& p, const KeyJob& job
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; i++) {
     const int token = (MLA_ROPE_KIND == kRopeRagged ? job.k_row : job.token) + key[i];
-    const Place place{page[i], MLA_ROPE_KIND == kRopePaged ? token % kPageSize : token};
+    const Place place{page[i], MLA_ROPE_KIND == kRopePaged ? int(uint32_t(token) % kPageSize) : token};
     if constexpr (kRopeFp8)
       x.rope[i] = ld_global_nc_in_order(reinterpret_cast<const float*>(token_row(p.rope_scales, place)));
     else
@@ -126,15 +125,10 @@ MLA_DEVICE KeyScales load_scales_apart(const PrefillParams& p, const KeyJob& job
 MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k,
                              int page) {
   const int lane = threadIdx.x & 31;
-  // NaN is unlike itself, and whoever looked for the tile's scale would look for ever.
-  if (!kRopePlain && !kRopeFp8 && !kValueScales && p.k_scales_stride == 0 && job.whole && fabsf(*p.k_scales) > 0.0f) {
-    if (lane == 0) shared.head(k.count)->factor = *p.k_scales;
-    return;
-  }
   KeyScales x;
   if (job.keys >= kBlockN && (MLA_ROPE_KIND != kRopePaged || !kRopeFp8 || page >= 0))
     x = load_scales_in_row(p, job,
-                           MLA_ROPE_KIND == kRopePaged     ? __shfl_sync(~0u, page, kKeysOfLane * lane / kBox)
+                           MLA_ROPE_KIND == kRopePaged     ? __shfl_sync(~0u, page, kKeysOfLane * lane / kBox * 2)
                            : MLA_ROPE_KIND == kRopeBatched ? job.sequence
                                                            : 0);
   else
@@ -157,17 +151,21 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
     shared.head(k.count)->factor = alike ? common : 0.0f;
     if (kValueScales) shared.head(k.count)->v_factor = v_factor;
   }
-  if (alike && job.whole) return;  // nobody asks for a key's own
+  if (alike && job.scales == kOfEachOrAll) return;
+  // S of the nope part is brought to the rope's scale before that is added. A scale of zero leaves its part out.
+  constexpr float kLeast = 0x1p-80f;
+  Bytes<16> ratios, all, values;
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; i++) {
-    // S of the nope part is brought to the rope's scale before that is added. A scale of zero leaves its part out.
-    constexpr float kLeast = 0x1p-80f;
-    const float least = fabsf(x.rope[i]) < kLeast ? kLeast : x.rope[i];
-    const uint32_t at = 4 * (kKeysOfLane * lane + i);
-    if (kTwoScales) st_shared_f32(shared.scales(k.stage(), kScaleNope) + at, x.nope[i] * rcp_approx_ftz(least));
-    st_shared_f32(shared.scales(k.stage(), kScaleAll) + at, kRopePlain ? 1.0f : least);
-    if (kValueScales) st_shared_f32(shared.scales(k.stage(), kScaleValue) + at, x.value[i] * to_ratio);
+    const float least = kTwoScales && fabsf(x.rope[i]) < kLeast ? kLeast : x.rope[i];
+    ratios.words[i] = __float_as_uint(x.nope[i] * rcp_approx_ftz(least));
+    all.words[i] = __float_as_uint(least);
+    values.words[i] = __float_as_uint(x.value[i] * to_ratio);
   }
+  const uint32_t at = 16 * lane;
+  if (kTwoScales) st_shared(shared.scales(k.stage(), kScaleNope) + at, ratios);
+  st_shared(shared.scales(k.stage(), kScaleAll) + at, all);
+  if (kValueScales) st_shared(shared.scales(k.stage(), kScaleValue) + at, values);
 }
 
 // Columns of V^T from any key on, 16 keys a lane: words around them are shifted into place.
@@ -211,7 +209,7 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
       if (job.source == kRopeByTma) page = load_rope(p, job, rope, shared.k_full(k.stage()));
     if constexpr (kRopeCopy)
       if (job.source == kRopeByCopy) copy_rope(p, job, rope);
-    bring_scales(p, shared, job, k, page);
+    if (job.scales != kOfNone) bring_scales(p, shared, job, k, page);
     __syncwarp();
     const bool lead = (threadIdx.x & 31) == 0;
     if (lead) mbarrier_arrive(shared.k_full(k.stage()));

@@ -59,7 +59,7 @@ constexpr bool kTwoScales = kRopeFp8 || kRopePlain;  // nope and rope may differ
 enum ValueScale { kValuesPlain = 0, kValuesByHead = 1, kValuesByKey = 2 };  // none; one a head or in all; one a key
 constexpr bool kValueScales = MLA_V_SCALES == kValuesByKey;
 
-// What comes with a K tile: the producer's tag and, of a key warp, the factors. There are twice as many as K stages, so
+// What comes with a K tile: the producer's tag and, of a key warp or, where it is known, the producer, the factors. There are twice as many as K stages, so
 // that one stays until its tile's V has been consumed.
 struct alignas(16) TileHead {
   uint32_t tag;
@@ -122,14 +122,28 @@ static_assert(kStagesK >= kKeyWarps, "the end is told to every one of them");
 MLA_DEVICE bool values_by_copy(int k_row) { return !kTransposeV && k_row % 16 != 0; }
 
 enum KeySource : uint16_t { kRopeByTma = 0, kRopeByCopy = 1, kNoMoreKeys = 2 };
+enum WantedScales : uint16_t {
+  kOfEachKey = 0,
+  kOfEachOrAll = 1,  // every row group sees all keys or none: where they have one scale, nobody asks for a key's own
+  kOfNone = 2  // the same, and that one is known
+};
 struct alignas(16) KeyJob {
   int sequence, head;
   int token;  // position of the first key
   int k_row;  // row of k and v of the first key
   int keys;  // from there to the sequence's end
   uint16_t source;
-  uint16_t whole;  // every row group sees all of its keys or none
+  uint16_t scales;  // WantedScales
 };
+
+// The scale that all keys of a tile share. The producer keeps what key warps find: heads and blocks of rows come back to
+// the same tiles. An entry is of the last tile of those whose numbers are kKnownTiles apart.
+struct alignas(8) KnownTile {
+  int k_row;  // of the tile's first key; negative: of none
+  float factor;
+};
+constexpr int kKnownTiles = 256;
+constexpr bool kRemembers = !kRopePlain && !kValueScales;
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
@@ -152,7 +166,8 @@ constexpr int kHeads = 2 * kStagesK;
 constexpr int kOffsetItems = kOffsetHeads + kHeads * int(sizeof(TileHead));  // two buffers and the producer's draft
 constexpr int kOffsetTable = kOffsetItems + 3 * kRowGroups * int(sizeof(Item));
 constexpr int kOffsetJobs = kOffsetTable + kTableBytes;
-constexpr int kOffsetBarriers = kOffsetJobs + kStagesK * int(sizeof(KeyJob));
+constexpr int kOffsetKnown = kOffsetJobs + kStagesK * int(sizeof(KeyJob));
+constexpr int kOffsetBarriers = kOffsetKnown + kKnownTiles * int(sizeof(KnownTile));
 constexpr int kBarriers = 2 * kRowGroups + 3 * kStagesK + 3 * kStagesV + 2 * kStagesRaw;
 constexpr int kOffsetEnd = kOffsetBarriers + 8 * kBarriers;  // a word: no more V tiles
 constexpr int kAlignment = 1024;  // of swizzle atoms
@@ -193,6 +208,9 @@ struct Shared {
   }
   MLA_DEVICE Item* draft() const { return item(0, 2); }  // [kRowGroups]
   MLA_DEVICE ScheduleEntry* table() const { return reinterpret_cast<ScheduleEntry*>(bytes + kOffsetTable); }
+  MLA_DEVICE KnownTile* known(int k_row) const {
+    return reinterpret_cast<KnownTile*>(bytes + kOffsetKnown) + uint32_t(k_row) / kBlockN % kKnownTiles;
+  }
   MLA_DEVICE KeyJob* job(int stage) const { return reinterpret_cast<KeyJob*>(bytes + kOffsetJobs) + stage; }
   MLA_DEVICE volatile int* no_more_v() const { return reinterpret_cast<volatile int*>(bytes + kOffsetEnd); }
   // mbarriers, with who arrives and who waits

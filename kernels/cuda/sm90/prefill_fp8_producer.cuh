@@ -10,15 +10,21 @@ struct Producer {
   Ring<kStagesK> k{kStagesK};
   Ring<kTransposeV ? kStagesRaw : kStagesV> v{kTransposeV ? kStagesRaw : kStagesV};
   uint32_t q_phase = 1;  // its complement is the buffer of the item slots
+  TileWalk walk{};
+  uint32_t tile = kEndOfAll;  // the next one
 
   MLA_DEVICE int lane() const { return threadIdx.x & 31; }
   MLA_DEVICE bool lead() const { return lane() == 0; }
   // Rope rows come by TMA: the boxes of tiles that begin at the first key lie within pages.
   MLA_DEVICE bool rope_boxes() const { return !kRopeCopy || (kRopeBox > 0 && items->k_position % kBox == 0); }
 
-  // Fills in the items, a lane each.
+  // Fills in the items, a lane each, and finds their first tile.
   MLA_DEVICE void take(const ScheduleEntry& entry, int index, Grouping grouping) {
     if (lane() < kRowGroups) fill_item(items[lane()], entry, index, lane(), p.heads, grouping);
+    __syncwarp();
+    walk = walk_of(*items);
+    tile = next_tile(p, items, walk);
+    if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
     __syncwarp();
   }
 
@@ -56,7 +62,7 @@ struct Producer {
 #pragma unroll 1
     for (int i = 0; i < kKeyWarps; i++, k.advance()) {
       mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
-      if (lead()) post_job(k.stage(), {0, 0, 0, 0, 0, kNoMoreKeys, 0});
+      if (lead()) post_job(k.stage(), {0, 0, 0, 0, 0, kNoMoreKeys, kOfEachKey});
     }
     if constexpr (kTransposeV) {
       // All of them, for a warp looks at the word after it has waited, whatever tile it was that came.
@@ -94,6 +100,24 @@ struct Producer {
     return (looked_at & kPartial) == 0 && !MLA_SOFTCAP;
   }
 
+  // Keeps what a key warp has found of the tile that was in the stage; its consumers have seen it.
+  MLA_DEVICE void remember() {
+    if (!kRemembers || k.count < 2 * kStagesK) return;
+    const int k_row = shared.job(k.stage())->k_row;
+    const float factor = shared.head(k.count - 2 * kStagesK)->factor;
+    if (factor != 0.0f) *shared.known(k_row) = {k_row, factor};
+  }
+
+  // Leaves the scale of a tile beside it, where that is known and all that is asked for.
+  MLA_DEVICE WantedScales wanted_scales(uint32_t tile, int k_row) {
+    if (!all_or_none(tile)) return kOfEachKey;
+    if (!kRemembers) return kOfEachOrAll;
+    const KnownTile known = *shared.known(k_row);
+    if (known.k_row != k_row) return kOfEachOrAll;
+    shared.head(k.count - kStagesK)->factor = known.factor;
+    return kOfNone;
+  }
+
   // A key warp loads the rope part, so that this one has less to do for a tile than the consumers.
   MLA_DEVICE void load_k(uint32_t tile, uint32_t next) {
     mbarrier_wait_parity(shared.k_empty(k.stage()), k.phase());
@@ -102,6 +126,7 @@ struct Producer {
       const int first = tile_in(tile) * kBlockN;
       const bool boxes = rope_boxes();
       const uint32_t full = shared.k_full(k.stage());
+      remember();
       shared.head(k.count - kStagesK)->tag = tag_of(tile, 0, next);
       mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKNopeBytes);
       const KeyJob job{item.sequence,
@@ -110,21 +135,21 @@ struct Producer {
                        item.k_row + first,
                        item.n_keys - first,
                        boxes ? kRopeByTma : kRopeByCopy,
-                       uint16_t(all_or_none(tile))};
+                       wanted_scales(tile, item.k_row + first)};
       post_job(k.stage(), job);
       load_rows(shared.k(k.stage()), p.k, job.head, job.k_row, full);
     }
     k.advance();
   }
 
-  MLA_DEVICE void load_v(uint32_t tile) {
-    const int first = tile_in(tile) * kBlockN, row = items->k_row + first;
+  MLA_DEVICE int row_of(uint32_t tile) const { return items->k_row + tile_in(tile) * kBlockN; }
+  MLA_DEVICE void load_v(int row, int head) {
     if constexpr (kTransposeV) {
       mbarrier_wait_parity(shared.raw_empty(v.stage()), v.phase());
       if (lead()) {
         const uint32_t full = shared.raw_full(v.stage());
         mbarrier_arrive_expect_tx(full, kVTileBytes);
-        load_rows(shared.raw(v.stage()), p.v, items->head, row, full);
+        load_rows(shared.raw(v.stage()), p.v, head, row, full);
       }
     } else {
       // Waited for by this warp alone, which then lets a key warp copy: two that wait for the same round, of which one
@@ -135,53 +160,56 @@ struct Producer {
         if (!values_by_copy(row)) {
           const uint32_t full = shared.v_full(v.stage());
           mbarrier_arrive_expect_tx(full, kVTileBytes);
-          cp_async_bulk_tensor_3d(shared.v(v.stage()), p.v, row, 0, items->head, full, kEvictLast);
+          cp_async_bulk_tensor_3d(shared.v(v.stage()), p.v, row, 0, head, full, kEvictLast);
         }
       }
     }
     v.advance();
   }
 
+  MLA_DEVICE bool take_item(int index);
+
   // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first;
-  // later the first K goes ahead, because it need not wait for the previous item's last product.
-  MLA_DEVICE void load() {
-    TileWalk walk = walk_of(*items);
-    uint32_t tile = next_tile(p, items, walk), previous = kEndOfAll;
-    if (lane() < kRowGroups) items[lane()].first_class = class_in(tile, lane());
-    __syncwarp();
+  // later the first K goes ahead, because it need not wait for the previous item's last product. The next item is taken
+  // while the last V waits for its stage. Returns whether there is one.
+  MLA_DEVICE bool load() {
+    uint32_t previous = kEndOfAll;
     if (k.count == kStagesK || tile == kEndOfAll) load_q();
 #pragma unroll 1
     while (tile != kEndOfAll) {
       const uint32_t next = next_tile(p, items, walk);
       load_k(tile, next);
       if (previous != kEndOfAll)
-        load_v(previous);
+        load_v(row_of(previous), items->head);
       else if (k.count != kStagesK + 1)
         load_q();
       previous = tile;
       tile = next;
     }
-    if (previous != kEndOfAll) load_v(previous);
+    const int row = row_of(previous), head = items->head;
+    __syncwarp();
+    const bool more = take_item(claim(p));
+    if (previous != kEndOfAll) load_v(row, head);
+    return more;
   }
 };
 
 // The table lies in shared memory where the block made it itself. Read anew for each item: registers are few.
-MLA_DEVICE bool take_item(Producer& producer, int index) {
-  const PrefillParams& p = producer.p;
+MLA_DEVICE bool Producer::take_item(int index) {
   const bool own = p.table == nullptr;
-  const ScheduleEntry* table = own ? producer.shared.table() : p.table;
+  const ScheduleEntry* table = own ? shared.table() : p.table;
   const int count = own ? kTableSequences : p.batch;
   const ScheduleEntry& total = table[count];
   if (index >= total.first_item) return false;
-  producer.take(table[find_entry(table, count, index)], index, grouping_of(total));
+  take(table[find_entry(table, count, index)], index, grouping_of(total));
   return true;
 }
 
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
   if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table(), p.processors);
   Producer producer{p, shared, shared.draft()};
-#pragma unroll 1
-  for (int item = blockIdx.x; take_item(producer, item); item = claim(p)) producer.load();
+  if (producer.take_item(blockIdx.x))
+    while (producer.load());
   producer.finish();
   // The last thread block leaves the counters as it found them.
   if (producer.lead()) {
