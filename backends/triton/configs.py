@@ -120,6 +120,11 @@ def fp8_type(arch: str) -> str:
     return next((kind for pattern, kind in FP8_TYPES.items() if fnmatchcase(arch, pattern)), "u8")
 
 
+def fp8_element(arch: str, dtype: str) -> str:
+    """Return Triton's type of fp8 data that is converted alone: what NVIDIA has an instruction for, else bytes."""
+    return fp8_type(arch) if arch.startswith("sm_") and "fnuz" not in dtype else "u8"
+
+
 def is_fnuz(arch: str) -> bool:
     """Tell whether fp8 data of an architecture is e4m3fnuz."""
     return arch.startswith("gfx94")

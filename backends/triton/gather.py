@@ -15,11 +15,6 @@ from mla.problem import KV_LORA_RANK, Again, GatherArgs, Problem
 BLOCK_R = 16
 
 
-def fp8_element(arch: str, dtypes: str) -> str:
-    """Return Triton's type of fp8 data that is read: what NVIDIA converts in one instruction, or bytes to decode."""
-    return configs.fp8_type(arch) if arch.startswith("sm_") and "fnuz" not in dtypes else "u8"
-
-
 class Gather(Entry):
     """Latent rows out of the pages; a program copies `BLOCK_R` rows."""
 
@@ -27,7 +22,7 @@ class Gather(Entry):
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
         """Describe the kernel."""
         scaled = problem.granularity > 0
-        element = fp8_element(arch, problem.dtypes) if scaled else ELEMENT_TYPES[problem.dtypes]
+        element = configs.fp8_element(arch, problem.dtypes) if scaled else ELEMENT_TYPES[problem.dtypes]
         types: dict[str, str | None] = {"output": "*" + ELEMENT_TYPES[problem.out_dtype], "latent": "*" + element}
         types |= {
             "scales": "*fp32" if scaled else None,

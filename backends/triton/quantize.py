@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla.backends.triton import runtime
+from mla.backends.triton import configs, runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes
 from mla.problem import Again, Problem, QuantizeArgs
@@ -22,7 +22,7 @@ class Quantize(Entry):
     def specs(problem: Problem, arch: str) -> tuple[KernelSpec, ...]:
         """Describe the kernel."""
         types: dict[str, str | None] = {"x": "*" + ELEMENT_TYPES[problem.dtypes]}
-        types |= {"output": "*" + ELEMENT_TYPES[problem.out_dtype], "scale": "*fp32"}
+        types |= {"output": "*" + configs.fp8_element(arch, problem.out_dtype), "scale": "*fp32"}
         types |= dict.fromkeys(("tokens", "heads", "width"), "i32")
         divisible = dict.fromkeys(("x", "output"), problem.alignment) | {"width": 8}
         for tensor in ("x", "output", "scale"):
@@ -36,6 +36,7 @@ class Quantize(Entry):
             "GRANULARITY": problem.granularity,
             "STATIC_SCALE": "static_scale" in problem.features,
             "FNUZ": "fnuz" in problem.out_dtype,
+            "INTERPRETED": arch == "cpu",
             "BLOCK_R": rows,
             "BLOCK_D": columns,
         }

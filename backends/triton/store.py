@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla.backends.triton import runtime
+from mla.backends.triton import configs, runtime
 from mla.backends.triton.compiler import ELEMENT_TYPES, ITEMSIZE, KernelSpec
 from mla.backends.triton.entry import Entry, as_bytes, search_steps
 from mla.problem import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Again, Problem, StoreArgs
@@ -23,9 +23,10 @@ class Store(Entry):
         """Describe the kernel; the rows come in `dtypes`, the cache has `out_dtype`."""
         latent, _, rope = problem.out_dtype.partition("+")
         scaled, rope_scaled = problem.granularity > 0, problem.granularity > 0 and not rope
-        rope_element = ELEMENT_TYPES["bf16" if rope else latent]
+        cached = configs.fp8_element(arch, latent) if scaled else ELEMENT_TYPES[latent]
+        rope_element = "bf16" if rope else cached
         source = "*" + ELEMENT_TYPES[problem.dtypes]
-        types: dict[str, str | None] = {"latent": "*" + ELEMENT_TYPES[latent], "rope": "*" + rope_element}
+        types: dict[str, str | None] = {"latent": "*" + cached, "rope": "*" + rope_element}
         types |= {"scales": "*fp32" if scaled else None, "source_latent": source, "source_rope": source}
         types |= {"page_table": "*i32", "page_indptr": "*i32" if problem.csr else None}
         types |= dict.fromkeys(("lengths", "input_row_offsets"), "*i32")
@@ -39,7 +40,7 @@ class Store(Entry):
         types |= dict.fromkeys(("stride_scales_page", "stride_scales_token"), "i64" if scaled else None)
         divisible = dict.fromkeys(("latent", "rope", "source_latent", "source_rope"), problem.alignment)
         for name in wide:
-            element = problem.dtypes if "source" in name else latent if "latent" in name else rope_element
+            element = problem.dtypes if "source" in name else cached if "latent" in name else rope_element
             divisible[name] = max(problem.alignment // ITEMSIZE[element], 1)
         constants = {
             "PAGE_SIZE": problem.page_size,
@@ -48,6 +49,7 @@ class Store(Entry):
             "GRANULARITY": problem.granularity,
             "ROPE_QUANTIZED": rope_scaled,
             "FNUZ": "fnuz" in problem.out_dtype,
+            "INTERPRETED": arch == "cpu",
             "BLOCK_R": BLOCK_R,
         }
         return (

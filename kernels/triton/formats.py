@@ -21,6 +21,12 @@ def decode_e4m3(code, FNUZ: tl.constexpr):
 
 
 @triton.jit
+def quantized(value, dtype: tl.constexpr, FNUZ: tl.constexpr):
+    """Return float32 values as fp8, or as uint8 codes of it: rounded to nearest even, saturated; NaN stays NaN."""
+    return value.to(dtype) if dtype.is_fp8() else encode_e4m3(value, FNUZ)
+
+
+@triton.jit
 def encode_e4m3(value, FNUZ: tl.constexpr):
     """Return the uint8 codes of float32 values, rounded to nearest even, saturated; NaN stays NaN."""
     bias: tl.constexpr = 8 if FNUZ else 7
@@ -68,6 +74,21 @@ def fp8_scale(amax, FNUZ: tl.constexpr):
 
 
 @triton.jit
-def divide(values, scale):
-    # Rounded to nearest: `/` may differ in the last bit on NVIDIA, and every backend writes the same bytes.
-    return tl.div_rn(values, tl.broadcast_to(scale, values.shape))
+def divide(values, scale, PLAIN: tl.constexpr):
+    """Return quotients rounded to nearest, as `/` does not on NVIDIA: every backend writes the same bytes.
+
+    By the rounded reciprocal, corrected by its exact remainder (Markstein, "Computation of elementary functions on the
+    IBM RISC System/6000 processor", 1990), which spares each element a division. Small ones are lifted, so that
+    remainders stay normal. PLAIN for scales that let a quotient overflow, and for the interpreter, which rounds a
+    product before it adds to it.
+    """
+    if PLAIN:
+        quotient = tl.div_rn(values, tl.broadcast_to(scale, values.shape))
+    else:
+        lift = tl.where(scale < 2.0**-60, 2.0**64, 1.0)
+        divisor = scale * lift
+        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        lifted = values * lift
+        quotient = lifted * inverse
+        quotient = tl.fma(tl.fma(-quotient, divisor, lifted), inverse, quotient)
+    return quotient

@@ -9,7 +9,7 @@ twice where its scale is to be found. Budget: each element read once from memory
 import triton
 import triton.language as tl
 
-from .formats import divide, encode_e4m3, fp8_scale
+from .formats import divide, fp8_scale, quantized
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def quantize(
     GRANULARITY: tl.constexpr,
     STATIC_SCALE: tl.constexpr,
     FNUZ: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -58,7 +59,7 @@ def quantize(
         values = tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
         found = fp8_scale(tl.max(tl.abs(values), 1), FNUZ)
         tl.store(scale + token * stride_scale_t + head * stride_scale_h + block, found, mask=live)
-        codes = encode_e4m3(divide(values, found[:, None]), FNUZ)
+        codes = quantized(divide(values, found[:, None], INTERPRETED), output.dtype.element_ty, FNUZ)
         tl.store(output + (token * stride_output_t + head * stride_output_h)[:, None] + column, codes, mask=inside)
     else:
         token = tl.program_id(0).to(tl.int64)
@@ -75,7 +76,7 @@ def quantize(
             values, head, column, inside = _token_part(x, token, first, heads, width, stride_x_t, stride_x_h, BLOCK_D)
             if STATIC_SCALE:
                 divisor = tl.load(scale + token * stride_scale_t + head * stride_scale_h, mask=inside, other=1.0)
-            codes = encode_e4m3(divide(values, divisor), FNUZ)
+            codes = quantized(divide(values, divisor, INTERPRETED or STATIC_SCALE), output.dtype.element_ty, FNUZ)
             tl.store(
                 output + token * stride_output_t + head.to(tl.int64) * stride_output_h + column, codes, mask=inside
             )

@@ -9,7 +9,7 @@ A program writes BLOCK_R rows. Budget: each element read once and written once; 
 import triton
 import triton.language as tl
 
-from .formats import divide, encode_e4m3, fp8_scale
+from .formats import divide, fp8_scale, quantized
 from .gather import page_of, search
 
 
@@ -42,6 +42,7 @@ def store(
     GRANULARITY: tl.constexpr,
     ROPE_QUANTIZED: tl.constexpr,
     FNUZ: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     first = tl.load(input_row_offsets)
@@ -75,19 +76,23 @@ def store(
                 largest = tl.maximum(largest, tl.max(tl.abs(r.to(tl.float32)), 1))
             scale = fp8_scale(largest, FNUZ)[:, None]
             tl.store(at_scale, scale, mask=live[:, None])
-            tl.store(at_latent, encode_e4m3(divide(x, scale), FNUZ), mask=live[:, None])
+            tl.store(
+                at_latent, quantized(divide(x, scale, INTERPRETED), latent.dtype.element_ty, FNUZ), mask=live[:, None]
+            )
             rope_scale = scale
         else:
             BLOCKS: tl.constexpr = KV_LORA_RANK // GRANULARITY
             blocks = tl.reshape(x, [BLOCK_R, BLOCKS, GRANULARITY])
             scale = fp8_scale(tl.max(tl.abs(blocks), 2), FNUZ)
             tl.store(at_scale + tl.arange(0, BLOCKS)[None, :], scale, mask=live[:, None])
-            codes = tl.reshape(encode_e4m3(divide(blocks, scale[:, :, None]), FNUZ), [BLOCK_R, KV_LORA_RANK])
+            quotients = tl.reshape(divide(blocks, scale[:, :, None], INTERPRETED), [BLOCK_R, KV_LORA_RANK])
+            codes = quantized(quotients, latent.dtype.element_ty, FNUZ)
             tl.store(at_latent, codes, mask=live[:, None])
             rope_scale = fp8_scale(tl.max(tl.abs(r.to(tl.float32)), 1), FNUZ)[:, None]
             if ROPE_QUANTIZED:
                 tl.store(at_scale + BLOCKS, rope_scale, mask=live[:, None])
         if ROPE_QUANTIZED:
-            tl.store(at_rope, encode_e4m3(divide(r.to(tl.float32), rope_scale), FNUZ), mask=live[:, None])
+            quotients = divide(r.to(tl.float32), rope_scale, INTERPRETED)
+            tl.store(at_rope, quantized(quotients, rope.dtype.element_ty, FNUZ), mask=live[:, None])
         else:
             tl.store(at_rope, r.to(rope.dtype.element_ty), mask=live[:, None])
