@@ -7,7 +7,7 @@
 // key repeat its box, whose page exists.
 MLA_DEVICE int load_rope(const PrefillParams& p, const KeyJob& job, uint32_t to, uint32_t full) {
   constexpr int kBoxes = 2 * kBlockN / kBox;
-  const int lane = threadIdx.x & 31, mine = lane / 2 * kBox, half = lane % 2;
+  const int lane = tid_x() & 31, mine = lane / 2 * kBox, half = lane % 2;
   int page = MLA_ROPE_KIND == kRopeBatched ? job.sequence : 0;
   if (lane < kBoxes) {
     int row = mine + (MLA_ROPE_KIND == kRopeRagged ? job.k_row : job.token);
@@ -64,7 +64,7 @@ struct KeyScales { float nope[kKeysOfLane], rope[kKeysOfLane], value[kKeysOfLane
 
 // The scales of this lane's keys, all of which lie in one page and before the sequence's end.
 MLA_DEVICE KeyScales load_scales_in_row(const PrefillParams& p, const KeyJob& job, int page) {
-  const int first = kKeysOfLane * (threadIdx.x & 31), row = job.k_row + first;
+  const int first = kKeysOfLane * (tid_x() & 31), row = job.k_row + first;
   const int token = MLA_ROPE_KIND == kRopeRagged ? row : job.token + first;
   const float* nope = p.k_scales + row * p.k_scales_stride;
   const float* value = kValueScales ? p.v_scale + row * p.v_scale_stride : nullptr;
@@ -97,7 +97,7 @@ MLA_DEVICE KeyScales load_scales_apart(const PrefillParams& p, const KeyJob& job
   // All loads of a kind before those that wait for them.
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; i++) {
-    const int mine = kKeysOfLane * (threadIdx.x & 31) + i;
+    const int mine = kKeysOfLane * (tid_x() & 31) + i;
     key[i] = mine < job.keys ? mine : 0;
     if constexpr (MLA_ROPE_KIND == kRopePaged && kRopeFp8)
       page[i] = ld_global_nc_in_order(pages + uint32_t(job.token + key[i]) / kPageSize);
@@ -124,7 +124,7 @@ MLA_DEVICE KeyScales load_scales_apart(const PrefillParams& p, const KeyJob& job
 // Scales of a tile. `page` of a lane: that of its box of rope rows; negative: these did not come in boxes.
 MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const KeyJob& job, Ring<kStagesK> k,
                              int page) {
-  const int lane = threadIdx.x & 31;
+  const int lane = tid_x() & 31;
   KeyScales x;
   if (job.keys >= kBlockN && (MLA_ROPE_KIND != kRopePaged || !kRopeFp8 || page >= 0))
     x = load_scales_in_row(p, job,

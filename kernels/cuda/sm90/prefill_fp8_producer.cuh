@@ -94,10 +94,10 @@ struct Producer {
   // Whether every row group sees all keys of a tile, or none: what each of them does needs no scale of a single key,
   // where they have one in common.
   MLA_DEVICE bool all_or_none(uint32_t tile) const {
-    uint32_t looked_at = 0;
+    uint32_t partial = 0;
 #pragma unroll
-    for (int group = 0; group < kRowGroups; group++) looked_at |= class_in(tile, group);
-    return (looked_at & kPartial) == 0 && !MLA_SOFTCAP;
+    for (int group = 0; group < kRowGroups; group++) partial |= kPartial << class_shift(group);
+    return (tile & partial) == 0 && !MLA_SOFTCAP;
   }
 
   // Keeps what a key warp has found of the tile that was in the stage; its consumers have seen it.
