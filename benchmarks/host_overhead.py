@@ -104,8 +104,7 @@ def no_launches(target: str) -> list[Any]:
             nothing.argtypes = runtime.driver().cuLaunchKernelEx.argtypes
             kernel._launch_kernel = nothing
         else:
-            _, *rest = kernel._launcher
-            kernel._launcher = lambda *arguments: None, *rest
+            kernel._launcher = kernel._launcher._replace(function=lambda *arguments: None)
         return kernel
 
     return [mock.patch.object(runtime, "load", load_idle)]

@@ -2,23 +2,21 @@
 
 A call goes straight to the launcher of the compiled kernel: Triton's own call path derives types, divisibility and
 cache keys from the arguments each time, which costs several times the launch. `KernelSpec` has settled all of that.
-What Triton's launcher does in Python is done once a launch (`_launcher`), which can then be made again.
+What Triton's launcher does in Python is done once for each launch (`launch.py`), which can then be made again.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable
-from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla.backends.triton import compiler, configs
 from mla.backends.triton.compiler import KernelSpec
+from mla.backends.triton.launch import Launch, take_apart
 from mla.target import Availability, device_arch, install_hint
 
 if TYPE_CHECKING:
@@ -102,7 +100,7 @@ class Kernel:
             self.compiled = compiler.build(spec, arch_of(device))
             with torch.cuda.device(device):
                 run = self.compiled.run  # loads the binary for the current device
-            self._launcher = _launcher(run, (self.compiled.function, self.compiled.packed_metadata, None, None, None))
+            self._launcher = take_apart(run, self.compiled.function, self.compiled.packed_metadata, None, None, None)
 
     def launch(self, values: Mapping[str, Any], grid_x: int, grid_y: int = 1) -> Launch | None:
         """Put the kernel on torch's current stream of its device, which has to be the current device.
@@ -135,78 +133,9 @@ class Kernel:
         for place, name in self._pointers:
             tensor = values[name]
             arguments[place] = 0 if tensor is None else tensor.data_ptr()
-        function, stream, finish = self._launcher
-        finished = finish(grid_x, grid_y, arguments)
-        # What Triton adds stands before: its own arguments, and extents and strides of tensor maps.
-        slots = None if self._slots is None else self._slots + len(finished) - len(arguments)
-        launch = Launch(function, finished, self.device_index, stream, slots)
+        launch = Launch(self._launcher, (grid_x, grid_y), arguments, self.device_index, self._slots)
         launch()
         return launch
-
-
-class Launch:
-    """A launch of a kernel with its arguments, to be made on torch's current stream any number of times."""
-
-    __slots__ = ("_arguments", "_device_index", "_function", "_slots", "_stream")
-
-    def __init__(
-        self, function: Callable[..., None], arguments: list[Any], device_index: int, stream: int, slots: int | None
-    ) -> None:
-        self._function, self._arguments, self._device_index = function, arguments, device_index
-        self._stream, self._slots = stream, slots  # their places among the arguments
-
-    def __call__(self, slots: int | None = None) -> None:
-        """Launch, with another address of ``slots`` where one is given; the device has to be the current one."""
-        arguments = self._arguments.copy()
-        arguments[self._stream] = torch._C._cuda_getCurrentRawStream(self._device_index)
-        if slots is not None and self._slots is not None:
-            arguments[self._slots] = slots
-        self._function(*arguments)
-
-
-_GRID_X, _GRID_Y, _STREAM = object(), object(), object()
-
-
-def _launcher(
-    run: Any, fixed: tuple[Any, ...]
-) -> tuple[Callable[..., None], int, Callable[[int, int, list[Any]], list[Any]]]:
-    """Take the launcher of a compiled kernel apart: what it does in Python each time, and what launches in C.
-
-    `run` puts arguments of its own around those of a launch (in another order on AMD) and hands all of them to
-    ``run.launch``. This is a function of a module in C, or one that encodes tensor maps, several microseconds each, and
-    then calls such a function, its free variable ``launcher``. Where a Triton is made otherwise, `run` stays whole.
-
-    Returns
-    -------
-    function : callable
-        Launches.
-    stream : int
-        Place of the stream among its arguments.
-    finish : callable
-        Makes its arguments of a grid and the kernel's arguments; the stream's place is left open.
-    """
-    function, encode, own = run, None, [_GRID_X, _GRID_Y, 1, _STREAM, *fixed]
-    scratch = any(getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
-    if hasattr(run, "launch") and not scratch:  # memory of a launch's own, which no kernel here asks for
-        wrapped, free = isinstance(run.launch, FunctionType), []
-        if wrapped:
-            free = [*zip(run.launch.__code__.co_freevars, run.launch.__closure__ or (), strict=True)]
-        if not wrapped or "launcher" in dict(free):
-            recorder = copy.copy(run)
-            recorder.launch = lambda *arguments: own.__setitem__(slice(None), arguments)
-            recorder(*own)
-            function = dict(free)["launcher"].cell_contents if wrapped else run.launch
-        if wrapped and function is not run:
-            cells = tuple(CellType(lambda *all: list(all)) if name == "launcher" else cell for name, cell in free)
-            encode = FunctionType(run.launch.__code__, run.launch.__globals__, closure=cells)
-    x, y, stream = (own.index(one) for one in (_GRID_X, _GRID_Y, _STREAM))
-
-    def finish(grid_x: int, grid_y: int, arguments: list[Any]) -> list[Any]:
-        finished = [*own, *arguments]
-        finished[x], finished[y] = grid_x, grid_y
-        return finished if encode is None else encode(*finished)
-
-    return function, stream, finish
 
 
 def load(spec: KernelSpec, device: torch.device) -> Kernel:

@@ -6,6 +6,7 @@ Kernels are neither compiled nor run. Triton's own launcher, in Python, ends in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import types
@@ -20,6 +21,7 @@ import mla
 from mla import _repeat, dispatch, registry
 from mla.backends.triton import compiler, runtime
 from mla.backends.triton.compiler import KernelSpec
+from mla.backends.triton.launch import Launch, take_apart
 from mla.kv_cache import PagedKVCache
 from mla.problem import Problem
 from mla.registry_file import Implementation
@@ -203,10 +205,18 @@ def test_tensor_maps_are_encoded_once(driver: Driver, monkeypatch: pytest.Monkey
     assert counts == [maps, 2 * maps, 2 * maps, 2 * maps]
 
 
-def test_a_launcher_made_otherwise_stays_whole() -> None:
+def test_the_launcher_of_amd_has_its_own_order(driver: Driver) -> None:
+    amd = pytest.importorskip("triton.backends.amd.driver")
+    run, calls = object.__new__(amd.HIPLauncher), []
+    run.launch, run.launch_cooperative_grid = functools.partial(lambda *arguments: calls.append(arguments)), False
+    run.profile_scratch_size, run.profile_scratch_align = 0, 1
+    run(3, 2, 1, driver.stream, "function", "fixed", 10, 20)
+    launcher = take_apart(run, "function", "fixed")
+    Launch(launcher, (3, 2), [10, 20], 0, None)()
+    assert calls[0] == calls[1] and launcher.function is run.launch
+
+
+def test_a_launcher_made_otherwise_stays_whole(driver: Driver) -> None:
     calls: list[Any] = []
-    function, stream, finish = runtime._launcher(lambda *arguments: calls.append(arguments), ("fixed",))
-    arguments = finish(3, 2, [10, 20])
-    arguments[stream] = 5
-    function(*arguments)
-    assert calls == [(3, 2, 1, 5, "fixed", 10, 20)]
+    Launch(take_apart(lambda *arguments: calls.append(arguments), "fixed"), (3, 2), [10, 20], 0, 1)(30)
+    assert calls == [(3, 2, 1, driver.stream, "fixed", 10, 30)]
