@@ -151,6 +151,9 @@ FAULTS = (
           Edit(f"{_SM90}/prefill.cu", _CONSUMER, _NO_BARRIER)),
     Fault("synccheck", "cuda.sm90.prefill.fp8", "prefill", _FP8,
           Edit(f"{_SM90}/prefill_fp8.cu", _CONSUMER, _NO_BARRIER)),
+    Fault("synccheck", "triton.sm90.prefill.warps", "prefill", _PLAIN,
+          Edit(f"{_TRITON}/prefill_hopper.py", "mbarrier.init(raw_full.index(0), count=1)",
+               "mbarrier.arrive(raw_full.index(0))")),
     # Memory that nobody has written: an output that is added to, a part's sums, a field of the order of work.
     Fault("initcheck", "cuda.sm80.quantize.rows", "quantize", _QUANTIZED,
           Edit(f"{_SM80}/quantize.cu", "[unit.block] = scale;", "[unit.block] += scale;")),
