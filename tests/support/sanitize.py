@@ -163,7 +163,7 @@ def run(job: Job, log: Path | None) -> Outcome:
     if log is not None:
         log.write_text(output, encoding="utf-8")
     summaries = [int(count) for count in _SUMMARY.findall(output)]
-    hand_overs = [race for race in _RACE.findall(output) if is_hand_over(race)]
+    hand_overs = [race for race in _RACE.findall(output) if is_hand_over(race, job.folder)]
     for race in hand_overs:
         output = output.replace(race, "", 1)
     kinds = Counter(re.sub(r"\[\d+ hazards\]|0x[0-9a-f]{9,}", "", kind).strip() for kind in _REPORT.findall(output))
@@ -177,14 +177,14 @@ def run(job: Job, log: Path | None) -> Outcome:
 
 
 @functools.cache
-def _ends_of_kernel() -> frozenset[str]:
+def _ends_of_kernel(folder: Path) -> frozenset[str]:
     """Return the lines where the Triton kernel for sm_90 begins and where its last statement does."""
-    tree = ast.parse((ROOT / "kernels/triton/prefill_hopper.py").read_text(encoding="utf-8"))
+    tree = ast.parse((folder / "kernels/triton/prefill_hopper.py").read_text(encoding="utf-8"))
     (kernel,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "prefill")
     return frozenset({str(kernel.lineno), str(kernel.body[-1].lineno)})
 
 
-def is_hand_over(race: str) -> bool:
+def is_hand_over(race: str, folder: Path = ROOT) -> bool:
     """Tell whether all accesses of a race are Triton's own, by which it hands registers to warps of other roles.
 
     Code of no statement counts for the line where the kernel begins or for its last statement, both outside of every
@@ -192,7 +192,7 @@ def is_hand_over(race: str) -> bool:
     them, as the assembly shows. racecheck reports some of them all the same. Memory of ours is accessed in other lines.
     """
     places = _PLACE.findall(race)
-    own = all(file.startswith("<prefill_hopper ") and line in _ends_of_kernel() for file, line in places)
+    own = all(file.startswith("<prefill_hopper ") and line in _ends_of_kernel(folder) for file, line in places)
     return bool(places) and own
 
 

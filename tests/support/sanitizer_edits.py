@@ -114,9 +114,6 @@ if (threadIdx.x & 1)
       asm volatile("bar.sync 0, %0;" ::"n"(MLA_THREADS) : "memory");"""
 _CONSUMER = "    consume(params, shared, warpgroup);\n"
 _NO_BARRIER = f"{_CONSUMER}    if (threadIdx.x == 0) mbarrier_arrive(shared.q(0));\n"
-_NEXT = "            more = (word & LAST) == 0\n"
-#: What each consumer reads, while others may be about to; harmless where a program has one item of at most two tiles.
-_WORD_WRITTEN_BACK = "            s_tile.index(slot).store(gl.full([1], 0, gl.int32, layout=one) + word)\n"
 _PART = "  mine[kSlotO * 128] = make_float4(sums.m[0], sums.m[1], sums.l[0], sums.l[1]);\n"
 
 FAULTS = (
@@ -141,7 +138,8 @@ FAULTS = (
     Fault("racecheck", "cuda.sm90.prefill.wgmma", "prefill", _PLAIN,
           Edit(f"{_SM90}/prefill_producer.cuh", _HAND_OVER, _HAND_OVER_LATE)),
     Fault("racecheck", "triton.sm90.prefill.warps", "prefill", _PLAIN,
-          Edit(f"{_TRITON}/prefill_hopper.py", _NEXT, _WORD_WRITTEN_BACK + _NEXT)),
+          Edit(f"{_TRITON}/hopper_tiles.py", "groups.index(group).store(zero_group)",
+               "groups.index(group).store((groups.index(group).load(zero_group.type.layout) == 1).to(gl.int32))")),
     # A barrier to which the halves of a warp come apart; an arrival at memory that is no barrier.
     Fault("synccheck", "cuda.sm80.plan.scan", "plan", _RAGGED,
           Edit(f"{_SM80}/plan.cu", "__syncthreads();  // the round before has read its sums", _HALVES_OF_A_WARP)),
