@@ -90,16 +90,23 @@ def prefill(
     sink = torch.full((heads, 1), -math.inf, device=device) if sinks is None else sinks.view(heads, 1)
     queries_of, keys_of = valid_length.tolist(), cache_row_offsets.tolist()
     offsets = [0] * (len(queries_of) - 1) if cache_offsets is None else cache_offsets.tolist()
+    starts, lengths = (None if given is None else given.tolist() for given in (start_positions, kv_lengths))
+    cached = k_rope.lengths.tolist() if isinstance(k_rope, PagedKVCache) else []
 
     for b, offset in enumerate(offsets):
         (row, row_end), (key, key_end) = queries_of[b : b + 2], keys_of[b : b + 2]
-        start, kv_len = _positions(k_rope, b, row_end - row, key_end - key)
-        if kv_lengths is not None:
-            kv_len = int(kv_lengths[b])
+        new = row_end - row
+        if isinstance(k_rope, PagedKVCache):
+            kv_len = cached[b] + (0 if k_rope.lengths_include_new else new)
+        else:
+            kv_len = key_end - key if _is_ragged(k_rope) else k_rope.shape[1]
+        start = kv_len - new
+        if lengths is not None:
+            kv_len = lengths[b]
             if _is_ragged(k_rope):
-                start = kv_len - (row_end - row)
-        if start_positions is not None:
-            start = int(start_positions[b])
+                start = kv_len - new
+        if starts is not None:
+            start = starts[b]
         n_keys = min(key_end - key, max(0, kv_len - offset))
 
         pos_k = offset + torch.arange(n_keys, device=device)
@@ -124,7 +131,7 @@ def prefill(
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores + _bias(mask, b, heads, pos_q - start, pos_k)
             head = torch.arange(heads, device=device)[:, None, None]
-            visible = mask.visible(torch.tensor(b, device=device), head, pos_q[:, None], pos_k[None, :])
+            visible = mask.visible(torch.full((), b, device=device), head, pos_q[:, None], pos_k[None, :])
             scores = scores.masked_fill(~visible, -math.inf)
 
             row_lse = torch.logsumexp(torch.cat((scores, torch.full_like(scores[..., :1], -math.inf)), -1), -1)
@@ -161,17 +168,6 @@ def _dequantise(data: torch.Tensor, scales: torch.Tensor | None, granularity: in
 
 def _is_ragged(k_rope: PagedKVCache | torch.Tensor) -> bool:
     return isinstance(k_rope, torch.Tensor) and k_rope.ndim == 3
-
-
-def _positions(k_rope: PagedKVCache | torch.Tensor, b: int, new: int, rows: int) -> tuple[int, int]:
-    """Return the position of the first query and the key length, before any override."""
-    if isinstance(k_rope, PagedKVCache):
-        kv_len = int(k_rope.lengths[b]) + (0 if k_rope.lengths_include_new else new)
-    elif _is_ragged(k_rope):
-        kv_len = rows
-    else:
-        kv_len = k_rope.shape[1]
-    return kv_len - new, kv_len
 
 
 def _rope_rows(

@@ -18,6 +18,19 @@ LAYOUTS = ("pages", "head_last", "head_first", "layers", "padded", "blocks", "sp
 GARBAGE = (-1, 2**31 - 1, 2**30 + 7)
 
 
+def on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor on a device; `settle` waits for all of them, for each wait takes the turns of other processes."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def settle(device: torch.device | str) -> None:
+    """Wait until what was put on a device is there, for every stream."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass
 class PagedData:
     """A cache and what is in it."""
@@ -100,26 +113,27 @@ def make_paged(
         latent.append(block[:, :512])
         rope.append(block[:, 512:])
 
-    kv_cache = kv_cache.to(device)  # views are taken afterwards, so that the strides survive
-    kwargs = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
-    given = torch.tensor(lengths if seq_lens else list(cached), dtype=torch.int64).to(index_dtype).to(device)
+    kv_cache = on(kv_cache, device)  # views are taken afterwards, so that the strides survive
+    kwargs = {name: on(t, device) if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
+    given = on(torch.tensor(lengths if seq_lens else list(cached), dtype=torch.int64).to(index_dtype), device)
     kwargs.update({"seq_lens" if seq_lens else "cache_lengths": given, **options})
     if csr:
-        flat = torch.tensor(list(chain.from_iterable(pages)), dtype=torch.int64).to(index_dtype).to(device)
-        indptr = torch.tensor(bounds, dtype=torch.int64).to(index_dtype).to(device)
+        flat = on(torch.tensor(list(chain.from_iterable(pages)), dtype=torch.int64).to(index_dtype), device)
+        indptr = on(torch.tensor(bounds, dtype=torch.int64).to(index_dtype), device)
         collection = PagedKVCacheCollection.from_csr(_one_layer(kv_cache, layout), indptr, flat, **kwargs)
     else:
         # Rows of a wider table: engines slice theirs, so that a row's stride is more than its columns.
         wide = torch.full((len(lengths), columns + 5), GARBAGE[1], dtype=torch.int64)
         wide[:, :columns] = table
         rows = wide.to(torch.int32).view(index_dtype) if index_dtype == torch.uint32 else wide.to(index_dtype)
-        rows = rows.to(device)[:, :columns]
+        rows = on(rows, device)[:, :columns]
         if layout == "blocks":
             collection = PagedKVCacheCollection(kv_cache, lookup_table=rows, **{"cache_lengths": None, **kwargs})
         else:
             collection = PagedKVCacheCollection.from_pages(_one_layer(kv_cache, layout), rows, **kwargs)
-    offsets = torch.tensor(offsets_of(new), dtype=torch.int32, device=device)
+    offsets = on(torch.tensor(offsets_of(new), dtype=torch.int32), device)
     layer_idx = 1 if layout == "blocks" else 0
+    settle(device)
     return PagedData(collection, layer_idx, latent, rope, table, pages, offsets, list(cached), list(new))
 
 

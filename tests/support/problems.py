@@ -20,7 +20,7 @@ from mla.kv_cache import PagedKVCache
 from mla.masks import Mask
 from mla.problem import SUPPORTED_DIMS, Problem
 from mla.target import device_arch
-from tests.support.paged import PagedData, make_paged, offsets_of
+from tests.support.paged import PagedData, make_paged, offsets_of, on, settle
 
 NAN = math.nan
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,18 +38,26 @@ class MaskContext:
     random: torch.Generator
 
 
+def fetch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors on the CPU, and wait once for all of them: of many processes each waits for the turns of all."""
+    here = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+    return here
+
+
 def _bias(ctx: MaskContext, heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     bias = torch.randn(ctx.batch, heads, max((*ctx.new, 1)), max((*ctx.totals, 1)), generator=ctx.random)
-    return bias.masked_fill(torch.rand(bias.shape, generator=ctx.random) < 0.2, -math.inf).to(dtype).to(ctx.device)
+    return on(bias.masked_fill(torch.rand(bias.shape, generator=ctx.random) < 0.2, -math.inf).to(dtype), ctx.device)
 
 
 def _documents(ctx: MaskContext) -> Mask:
-    starts = torch.tensor([total // 3 for total in ctx.totals], dtype=torch.int32, device=ctx.device)
+    starts = on(torch.tensor([total // 3 for total in ctx.totals], dtype=torch.int32), ctx.device)
     return Mask.from_function(lambda b, h, q, k: (k <= q) & (k >= starts[b]))
 
 
 def _windows_of_heads(ctx: MaskContext) -> Mask:
-    window = torch.tensor([8 + 40 * h for h in range(ctx.heads)], dtype=torch.int32, device=ctx.device)
+    window = on(torch.tensor([8 + 40 * h for h in range(ctx.heads)], dtype=torch.int32), ctx.device)
     return Mask.from_function(lambda b, h, q, k: (k <= q) & (q - k < window[h]))
 
 
@@ -62,7 +70,7 @@ MASKS: dict[str, Callable[[MaskContext], Mask]] = {
     "sliding": lambda ctx: masks.SlidingWindowCausalMask(70),
     "sliding_both": lambda ctx: masks.SlidingWindowNonCausalMask(33),
     "padding": lambda ctx: masks.CausalPaddingMask(
-        torch.tensor([total * 2 // 3 for total in ctx.totals], dtype=torch.int32, device=ctx.device)
+        on(torch.tensor([total * 2 // 3 for total in ctx.totals], dtype=torch.int32), ctx.device)
     ),
     "sink_window": lambda ctx: Mask.from_function(lambda b, h, q, k: (k <= q) & ((q - k < 64) | (k < 4))),
     "checkered": lambda ctx: Mask.from_function(lambda b, h, q, k: (k + h + q) % 3 != 0),
@@ -98,6 +106,7 @@ class Case:
     softcap: float = 0.0
     scale: float = 192**-0.5
     prescaled: bool = True
+    k_scale: str = "row"  # row; one: of all keys; runs: the same for a hundred rows each
     v_scale: str = "head"  # "", number, head or row
     v_transposed: bool = False
     v_mean: float = 0.0
@@ -149,6 +158,30 @@ class PrefillProblem:
     def expect(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the oracle's answer."""
         return reference.prefill(**self.operands, **self.keywords)
+
+    def to(self, device: torch.device) -> PrefillProblem:
+        """Return a copy on a device, in the order of the current stream, with the same strides and overlaps."""
+        memory: dict[int, torch.Tensor] = {}  # by address here
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in memory:
+                    memory[storage.data_ptr()] = on(torch.empty(0, dtype=torch.uint8).set_(storage), device)
+                there = memory[storage.data_ptr()].untyped_storage()
+                empty = torch.empty(0, dtype=value.dtype, device=device)
+                return empty.set_(there, value.storage_offset(), value.shape, value.stride())
+            if isinstance(value, PagedKVCache):
+                return PagedKVCache.of(*map(copied, value.operands))
+            if isinstance(value, Mask):
+                text, *data = value.operands
+                return Mask.from_text(text, *([copied(tensor) for tensor in tensors] for tensors in data))
+            return value
+
+        operands, keywords = (
+            {name: copied(x) for name, x in given.items()} for given in (self.operands, self.keywords)
+        )
+        return PrefillProblem(self.case, operands, keywords, device)
 
 
 def problem_of(case: Case) -> Problem:
@@ -207,7 +240,7 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Pref
 
     keywords: dict[str, Any] = {"softcap": case.softcap}
     if case.sinks:
-        keywords["sinks"] = torch.randn(case.heads, generator=random).to(device)
+        keywords["sinks"] = on(torch.randn(case.heads, generator=random), device)
     if case.chunk is not None:
         keywords["cache_offsets"] = as_index(firsts)
 
@@ -228,10 +261,10 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Pref
                 slice(offsets_of(counts)[b], offsets_of(counts)[b] + count)
             )  # fmt: skip
             rope[where] = torch.randn(count, 1, width, generator=random)
-        k_rope = rope.to(rope_dtype).to(device)
+        k_rope = on(rope.to(rope_dtype), device)
         if "fp8" in case.dtypes and not split:
             blocks = -(-width // case.granularity)
-            keywords["k_rope_scales"] = _scales((*shape[:-1], blocks), random).to(device)
+            keywords["k_rope_scales"] = on(_scales((*shape[:-1], blocks), random), device)
         if case.overrides:
             keywords.update(start_positions=as_index(cached), kv_lengths=as_index(totals))
 
@@ -240,13 +273,16 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Pref
         keywords["q_rope"] = _cast(queries[..., nope:], torch.bfloat16, device, case.strided)
         keywords["rope_prescaled"] = case.prescaled
     if case.dtypes.startswith("fp8"):
-        keywords["q_scale"] = _scales((total_q, 1), random).to(device)
-        keywords["k_scales"] = _scales((rows, 1), random).to(device)
+        keywords["q_scale"] = on(_scales((total_q, 1), random), device)
+        k_scales = _scales((1,) if case.k_scale == "one" else (rows, 1), random)
+        if case.k_scale == "runs":
+            k_scales = k_scales[torch.arange(rows) // 100 * 100]
+        keywords["k_scales"] = on(k_scales, device)
         v_scale: Any = {"": None, "number": 0.75, "head": _scales((case.heads,), random)}.get(case.v_scale)
         if case.v_scale == "row":
             v_scale = _scales((rows, 1), random)
         if v_scale is not None:
-            keywords["v_scale"] = v_scale.to(device) if isinstance(v_scale, torch.Tensor) else v_scale
+            keywords["v_scale"] = on(v_scale, device) if isinstance(v_scale, torch.Tensor) else v_scale
     k, v = _key_value(keys, values, data_dtype, device, case)
     operands = {
         "q": q,
@@ -258,6 +294,7 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Pref
         "cache_row_offsets": as_index(offsets_of(counts)),
         "scale": case.scale,
     }
+    settle(device)
     return PrefillProblem(case, operands, keywords, device, paged, n_keys)
 
 
@@ -266,16 +303,16 @@ def _scales(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
 
 
 def _index(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return (values.to(torch.int32).view(dtype) if dtype == torch.uint32 else values.to(dtype)).to(device)
+    return on(values.to(torch.int32).view(dtype) if dtype == torch.uint32 else values.to(dtype), device)
 
 
 def _cast(data: torch.Tensor, dtype: torch.dtype, device: torch.device, strided: bool) -> torch.Tensor:
     """Return data in a dtype; `strided`: as the front of wider rows whose tails are NaN."""
     if not strided:
-        return data.to(dtype).to(device)
+        return on(data.to(dtype), device)
     wide = torch.full((*data.shape[:-1], data.shape[-1] + 64), NAN)
     wide[..., : data.shape[-1]] = data
-    return wide.to(dtype).to(device)[..., : data.shape[-1]]
+    return on(wide.to(dtype), device)[..., : data.shape[-1]]
 
 
 def _key_value(
@@ -284,10 +321,10 @@ def _key_value(
     """Return k and v: views of one up-projection, or tensors of their own; V^T where the case says so."""
     nope = keys.shape[-1]
     if case.strided:
-        both = torch.cat((keys, values), -1).to(dtype).to(device)
+        both = on(torch.cat((keys, values), -1).to(dtype), device)
         k, v = both[..., :nope], both[..., nope:]
     else:
-        k, v = keys.to(dtype).to(device), values.to(dtype).to(device)
+        k, v = on(keys.to(dtype), device), on(values.to(dtype), device)
     if case.v_transposed:
-        v = values.permute(1, 2, 0).contiguous().to(dtype).to(device).permute(2, 0, 1)
+        v = on(values.permute(1, 2, 0).contiguous().to(dtype), device).permute(2, 0, 1)
     return k, v
