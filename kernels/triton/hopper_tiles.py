@@ -1,4 +1,4 @@
-"""Tiles in the hands of a consumer of ``prefill_hopper.py``: layouts that cost no move, zeros, signs, e4m3."""
+"""Tiles in the hands of a consumer of ``prefill_hopper.py``: layouts that cost no move, zeros, e4m3, a warp's vote."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,17 +65,45 @@ def in_lane(x, combine: gl.constexpr):
 
 
 @gluon.jit
-def turn_rows(rows, negative):
-    """Change the sign of rows in shared memory."""
-    BYTES: gl.constexpr = rows.dtype.primitive_bitwidth // 8
-    LINE: gl.constexpr = rows.shape[1] * BYTES
-    lines: gl.constexpr = gl.BlockedLayout([1, 16], [512 // LINE, LINE // 16], [4, 1], [1, 0])
-    raw = reinterpret(rows, gl.int8, [rows.shape[0], LINE], gl.NVMMASharedLayout(LINE, 8, 2))
-    turned = gl.convert_layout(negative.to(gl.int8), gl.SliceLayout(1, lines)) != 0
-    of_sign = gl.arange(0, LINE, layout=gl.SliceLayout(0, lines)) % BYTES == BYTES - 1
-    raw.store(raw.load(lines) ^ gl.where(turned[:, None] & of_sign[None, :], -128, 0).to(gl.int8))
-    fence_async_shared()
-    debug_barrier()
+def of_columns(row, like):
+    """Repeat numbers of rows for each column of `like`."""
+    return gl.broadcast(row[:, None], like)[0]
+
+
+@gluon.constexpr_function
+def _in_register(text, warpgroup):
+    return text.replace("ANSWER", f"mla_answer_{warpgroup}")
+
+
+@gluon.jit
+def declare_answer(x, WARPGROUP: gl.constexpr):
+    """Declare the register of `any_reaches`, once in a consumer; `x` is any number."""
+    DECLARE: gl.constexpr = _in_register(".reg .pred ANSWER; mov.b32 $0, $1;", WARPGROUP)
+    return gl.inline_asm_elementwise(DECLARE, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def any_reaches(sums, x, WARPGROUP: gl.constexpr):
+    """Tell a warp whether one of its sums, two a thread, is 448 or more, or no number: not 0 then.
+
+    Gluon's numbers are a program's, and nothing in it makes one that may differ from warp to warp of a tensor. So the
+    vote leaves its answer in a register, where the number is taken from; `x` is any number.
+    """
+    VOTE: gl.constexpr = _in_register(
+        """{
+        .reg .f32 larger;
+        .reg .pred reaches;
+        max.NaN.f32 larger, $2, $3;
+        setp.geu.f32 reaches, larger, 0f43E00000;
+        vote.sync.any.pred ANSWER, reaches, 0xffffffff;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        }""",
+        WARPGROUP,
+    )
+    TELL: gl.constexpr = _in_register("selp.b32 $0, 1, 0, ANSWER; // $1", WARPGROUP)
+    gl.inline_asm_elementwise(VOTE, "=r,=r,f,f", [sums], dtype=gl.int32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(TELL, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

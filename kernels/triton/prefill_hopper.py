@@ -5,36 +5,30 @@ functions (mask_visible, mask_tile_class) are put behind this text (``backends/t
 
     CTA (one an SM): BLOCK_M query rows of one head, keys in tiles of BLOCK_N = 128
     2 or 3 x 4 warps    consumers of 64 rows     S = Q K^T by wgmma from shared memory, softmax and O in registers,
-                                                 O += P V with P from registers
+                                                 O += P V with P from registers; in fp8 those of ``hopper_fp8.py``
     4 warps, in fp8 1   producer                 Q, K, V and rope by TMA; in 16 bits rope rows by cp.async, see below
-    in fp8 2 warps      maker                    factors of keys; what else does not lie in memory as wgmma wants it
+    in fp8 1 warp       keys                     roped keys, factors of keys  (``hopper_makers.py``)
+    in fp8 2 warps      values                   V; where it does not lie in memory as wgmma wants it, turns it
 
     shared memory            in 16 bits                  full (arrivals)     empty (arrivals)
     s_q, s_q_rope, s_item    BLOCK_M x 192 x 2, numbers  1 + bytes           one a consumer, after its last Q K^T
     s_k, s_rope, s_tile,     stages x 128 x 192 x 2,     1 + 128 + bytes,    one a consumer
-    s_factors, s_numbers     in fp8 3 x 128 x 4 more     in fp8 2 + bytes
+    s_factors, s_numbers     in fp8 3 x 128 x 4 more     in fp8 3 + bytes
     s_v                      stages x 128 x 128 x 2      1 + bytes           one a consumer; in fp8 with its keys
-    s_raw                    in fp8 V as it comes        1 + bytes           (the maker's own)
+    s_raw                    in fp8 V as it comes        1 + bytes           (the values' own)
     s_job                    stages x 8 numbers, fp8     1                   with the keys
+    (in fp8 each of a consumer's 128 threads arrives)
 
-The producer alone knows the schedule, the mask's classes of tiles and the page table. It finds the next item and loads
-its first tiles while the consumers finish the one before; the item's numbers go with its queries, and beside each tile
-of keys stands a word: its number, which consumers want it and have to mask it, and whether it is the item's last. A
-CTA's first item is its own number, every further one comes from a counter in global memory: the list goes from long to
-short, so the CTAs end together. In 16 bits values come behind the next tile's keys.
+The producer alone knows the schedule, the mask's classes of tiles and, in 16 bits, the page table. It finds the next
+item and loads its first tiles while the consumers finish the one before; the item's numbers go with its queries, and
+beside each tile of keys stands a word: its number, which consumers want it and have to mask it, and whether it is the
+item's last. A CTA's first item is its own number, every further one comes from a counter in global memory: the list
+goes from long to short, so the CTAs end together. In 16 bits values come behind the next tile's keys.
 
 Rope rows come in boxes of gcd(page size, BLOCK_N) rows, at least 8 (fp8: 16), where the first key lies at the beginning
 of one; else row by row. What lies behind the last key is hidden by select in the scores, and in the values overwritten
-with zeros by the consumers. What generic stores and cp.async have written meets wgmma behind a proxy fence. Each
-arrival is one thread's, behind a barrier of its partition's warps.
-
-In fp8 keys lie in the order that ``hopper_loads.py`` tells. Where one scale serves all keys of a tile, it goes to the
-factor in the exponent; else scores are multiplied in float32 before their maxima. Weights are multiplied by 2^8 before
-they are rounded; each tile's O is added in float32, for tensor cores cut sums of fp8 products off. Keys and values
-share a ring, for each arrival costs a consumer a barrier of its warps. A single warp issues an instruction every few
-cycles, so the producer sends the numbers of each tile on, and two more warps work out scales, copy rope rows and turn
-values that lie as rows, or as columns that begin at any key, into what the second product wants. Measured on an H200:
-docs/perf-log.md.
+with zeros by the consumers. What generic stores and cp.async have written meets wgmma behind a proxy fence. In 16 bits
+each arrival is one thread's, behind a barrier of its partition's warps. Measured on an H200: docs/perf-log.md.
 """
 
 from triton.experimental import gluon
@@ -48,50 +42,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import debug_barrier
 
-from .hopper_loads import (
-    CHUNK,
-    COMMON,
-    FACTOR,
-    FACTORS,
-    JOB_FIELDS,
-    NOPE_FACTOR,
-    NUMBERS,
-    UNIT,
-    VALUE_FACTOR,
-    copy_rope,
-    field_of,
-    load_rows,
-    maker,
-    send_job,
-    tma_load,
-)
-from .hopper_tiles import (
-    as_e4m3,
-    by_key,
-    by_line,
-    halves,
-    in_lane,
-    in_order,
-    reinterpret,
-    turn_rows,
-    whole,
-    zero_columns,
-    zero_rows,
-)
-from .prefill import HIDDEN, LN2, LOG2E, SCAN, SLOT_FIELDS, VISIBLE, _class, _sequence
+from .hopper_fp8 import consume_fp8
+from .hopper_items import ITEM_FIELDS, LAST, MASKED, ROWS, TILE_SHIFT, WANTED, hide, hide_end, receive_item, store_item
+from .hopper_loads import CHUNK, copy_rope, load_rows, tma_load
+from .hopper_makers import FACTORS, JOB_FIELDS, NUMBERS, make_keys, make_values, send_job
+from .hopper_tiles import reinterpret, zero_rows
+from .prefill import HIDDEN, LOG2E, SCAN, SLOT_FIELDS, VISIBLE, _class, _sequence
 
-ROWS = gl.constexpr(64)  # of a consumer
-PRODUCER_WARPS = gl.constexpr(4)  # in 16 bits; in fp8 one, and two that make what it cannot load
-ITEM_FIELDS = gl.constexpr(8)
-# Weights of fp8 values count in 2^-WEIGHT_BITS.
-WEIGHT_BITS = gl.constexpr(8)
-# Columns of scores that are masked at a time.
-MASKED_COLUMNS = gl.constexpr(16)
-# The word beside a tile of keys: the first two are a bit for each consumer; from TILE_SHIFT on the tile's number.
-MASKED = gl.constexpr(1)
-WANTED = gl.constexpr(8)
-LAST = gl.constexpr(64)
-TILE_SHIFT = gl.constexpr(7)
+PRODUCER_WARPS = gl.constexpr(4)  # in 16 bits; in fp8 one, and three that make what it does not load
 
 
 @gluon.jit
@@ -109,8 +67,8 @@ def _skip_hidden(n, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, B
 @gluon.jit
 def _producer(
     load,
-    ROPE: gl.constexpr, CSR: gl.constexpr, SPLIT_Q: gl.constexpr, V_COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BOX: gl.constexpr, L2_BYTES: gl.constexpr,
+    ROPE: gl.constexpr, CSR: gl.constexpr, SPLIT_Q: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
+    L2_BYTES: gl.constexpr,
 ):  # fmt: skip
     (
         tiles, jobs, barriers, maps, pages, index, slots, counter, captures, items, batch_size, num_heads, flags,
@@ -118,7 +76,7 @@ def _producer(
     ) = load  # fmt: skip
     s_item, s_tile, _, _, s_q, s_q_rope, s_k, s_rope, s_v = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_map, q_rope_map, k_map, k_odd_map, v_map, rope_map, rope_odd_map = maps
+    q_map, q_rope_map, k_map, k_odd_map, v_map, rope_map = maps
     cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths = index
     s_job, job_full = jobs
     c0, c1, c2, c3 = captures
@@ -138,11 +96,11 @@ def _producer(
     Q_BYTES: gl.constexpr = K_BYTES + ROPE_DIM * (s_rope.dtype.primitive_bitwidth // 8)
     V_BYTES: gl.constexpr = V * (s_v.dtype.primitive_bitwidth // 8)
     BOXES: gl.constexpr = BLOCK_N // BOX
-    HALVES: gl.constexpr = 2 if FP8 else 1
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    box: gl.constexpr = [STAGES_K * BOXES * HALVES, 1, BOX // HALVES, ROPE_DIM]
-    s_boxes = reinterpret(s_rope, s_rope.dtype, box, rope_map.layout)
-    s_halves = reinterpret(s_k, s_k.dtype, [STAGES_K * HALVES, 1, BLOCK_N // HALVES, NOPE], k_map.layout)
+    if FP8:
+        s_halves = reinterpret(s_k, s_k.dtype, [STAGES_K * 2, 1, BLOCK_N // 2, NOPE], k_map.layout)
+    else:
+        s_boxes = reinterpret(s_rope, s_rope.dtype, [STAGES_K * BOXES, 1, BOX, ROPE_DIM], rope_map.layout)
     step = items * 0
     step_v = items * 0
     turn = items * 0
@@ -180,7 +138,6 @@ def _producer(
             table += gl.load(page_indptr + b)
         elif PAGED:
             table += b.to(gl.int64) * stride_table
-        in_boxes = (offset % BOX == 0) & (PAGE_SIZE % BOX == 0) if PAGED else offset == offset
 
         n, kind = _skip_hidden(items * 0, n_tiles, b, h, q_lo, q_hi, offset, n_keys, c0, c1, c2, c3, BLOCK_N)
         following = item + gl.num_programs(0)
@@ -209,41 +166,35 @@ def _producer(
                 mbarrier.wait(k_empty.index(slot), (step // STAGES_K & 1) ^ 1)
                 s_tile.index(slot).store(gl.full([1], 0, gl.int32, layout=one) + word)
                 if FP8:
-                    send_job(s_job.index(slot), k_row + j, offset + j, n_keys - j, b, h, gl.where(in_boxes, 0, 1))
+                    next_row = gl.where(after < n_tiles, k_row + after * BLOCK_N, -1)
+                    send_job(s_job.index(slot), k_row + j, offset + j, n_keys - j, b, h, next_row)
                 debug_barrier()
                 if FP8:
                     mbarrier.arrive(job_full.index(slot))
-                mbarrier.expect(full, BLOCK_N * Q_BYTES, pred=in_boxes)
-                mbarrier.expect(full, BLOCK_N * K_BYTES, pred=not in_boxes)
-                if FP8:
-                    load_rows(k_map, k_odd_map, s_halves, slot * HALVES, 1, h, k_row + j, full)
+                    mbarrier.expect(full, BLOCK_N * K_BYTES)
+                    load_rows(k_map, k_odd_map, s_halves, slot * 2, 1, h, k_row + j, full)
                 else:
-                    tma_load(k_map, [h, k_row + j, 0], full, s_halves.index(slot))
-                if in_boxes:
-                    for i in gl.static_range(BOXES):
-                        if PAGED:
-                            # Past the last key its box again: entries behind may hold anything.
-                            at = offset + gl.minimum(j + i * BOX, (n_keys - 1) // BOX * BOX)
-                            page = gl.load(table + at // PAGE_SIZE)
-                            row = at % PAGE_SIZE
-                        else:
-                            page = b if BATCHED else b * 0
-                            row = (offset if BATCHED else k_row) + j
-                        box_slot = slot * BOXES * HALVES + i
-                        if FP8:
-                            load_rows(rope_map, rope_odd_map, s_boxes, box_slot, BOXES, page, row, full)
-                        else:
-                            tma_load(rope_map, [page, row, 0], full, s_boxes.index(box_slot))
-                elif PAGED and not FP8:
-                    copy_rope(
-                        s_rope.index(slot), rope, table, offset + j, n_keys - j, stride_rope_page, stride_rope_t,
-                        PAGE_SIZE, HALVES,
-                    )  # fmt: skip
-                if not FP8:
+                    in_boxes = (offset % BOX == 0) & (PAGE_SIZE % BOX == 0) if PAGED else offset == offset
+                    mbarrier.expect(full, BLOCK_N * Q_BYTES, pred=in_boxes)
+                    mbarrier.expect(full, BLOCK_N * K_BYTES, pred=not in_boxes)
+                    tma_load(k_map, [h, k_row + j, 0], full, s_k.index(slot))
+                    if in_boxes:
+                        for i in gl.static_range(BOXES):
+                            if PAGED:
+                                # Past the last key its box again: entries behind may hold anything.
+                                at = offset + gl.minimum(j + i * BOX, (n_keys - 1) // BOX * BOX)
+                                page = gl.load(table + at // PAGE_SIZE)
+                                row = at % PAGE_SIZE
+                            else:
+                                page = b if BATCHED else b * 0
+                                row = (offset if BATCHED else k_row) + j
+                            tma_load(rope_map, [page, row, 0], full, s_boxes.index(slot * BOXES + i))
+                    elif PAGED:
+                        copy_rope(
+                            s_rope.index(slot), rope, table, offset + j, n_keys - j, stride_rope_page, stride_rope_t,
+                            PAGE_SIZE, 1,
+                        )  # fmt: skip
                     async_copy.mbarrier_arrive(full, increment_count=False)
-                if FP8 and V_COLUMNS and k_row % CHUNK == 0:
-                    mbarrier.expect(v_full.index(slot), BLOCK_N * V_BYTES)
-                    tma_load(v_map, [h, 0, k_row + j], v_full.index(slot), s_v.index(slot))
                 step += 1
             if waiting > 0:
                 # The item's numbers and its queries. An item without visible keys says that it has none.
@@ -267,7 +218,7 @@ def _producer(
             if waiting > 0:
                 waiting -= 1
                 if gl.num_programs(0) < items:
-                    following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+                    following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
             held = gl.where(n < n_tiles, n, -1)
             n = after
             kind = next_kind
@@ -288,219 +239,76 @@ def _producer(
 
 
 @gluon.jit
-def _receive_item(s_item, q_full, turn):
-    """Return the numbers of the next item as the producer wrote them."""
-    # Every thread holds all the numbers, so that picking one costs no shuffle.
-    everywhere: gl.constexpr = gl.BlockedLayout([ITEM_FIELDS], [32], [4], [0])
-    field = gl.arange(0, ITEM_FIELDS, layout=everywhere)
-    mbarrier.wait(q_full.index(0), turn & 1)
-    numbers = s_item.load(everywhere)
-    return (
-        field_of(numbers, field, 0), field_of(numbers, field, 1), field_of(numbers, field, 2),
-        field_of(numbers, field, 3), field_of(numbers, field, 4), field_of(numbers, field, 5),
-        field_of(numbers, field, 6),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _hide(s, b, h, q, offset, first, n_keys, c0, c1, c2, c3):
-    """Hide scores by select. A few columns at a time: answers of the mask that wait do not fit into predicates."""
-    layout: gl.constexpr = s.type.layout
-    if s.shape[1] > MASKED_COLUMNS:
-        left, right = halves(s)
-        left = _hide(left, b, h, q, offset, first, n_keys, c0, c1, c2, c3)
-        right = _hide(right, b, h, q, offset, first + s.shape[1] // 2, n_keys, c0, c1, c2, c3)
-        hidden = whole(left, right, layout)
-    else:
-        row = gl.convert_layout(q, gl.SliceLayout(1, layout))[:, None]
-        col = in_order(first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout)))[None, :]
-        s = gl.where(col < n_keys, s, float("-inf"))
-        hidden = in_order(gl.where(mask_visible(b, h, row, offset + col, c0, c1, c2, c3), s, float("-inf")))
-    return hidden
-
-
-@gluon.jit
-def _consumer(
-    WARPGROUP: gl.constexpr, work,
-    PRESCALED: gl.constexpr, V_SCALES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
-    tiles, barriers, outputs, sinks, scales, captures, scale = work
-    s_item, s_tile, s_factors, s_numbers, s_q, s_q_rope, s_k, s_rope, s_v = tiles
+def _consumer(WARPGROUP: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr):
+    tiles, barriers, outputs, sinks, _, captures, scale = work
+    s_item, s_tile, _, _, s_q, s_q_rope, s_k, s_rope, s_v = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     c0, c1, c2, c3 = captures
-    output, lse, stride_output_t, stride_output_h, stride_lse_t, stride_lse_h = outputs
-    q_scale, _, v_scale, _, stride_q_scale, _, stride_v_scale, _, _ = scales
-    FP8: gl.constexpr = s_k.dtype.is_fp8()
-    ROPE_FP8: gl.constexpr = s_rope.dtype.is_fp8()
     STAGES_K: gl.constexpr = s_k.shape[0]
     STAGES_V: gl.constexpr = s_v.shape[0]
     BLOCK_N: gl.constexpr = s_k.shape[2]
     NOPE: gl.constexpr = s_q.shape[3]
-    ROPE_DIM: gl.constexpr = s_q_rope.shape[3]
-    V: gl.constexpr = s_v.shape[2] if FP8 else s_v.shape[3]
+    V: gl.constexpr = s_v.shape[3]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    DEPTH: gl.constexpr = 32 if FP8 else 16  # of one instruction
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
-    rope_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if ROPE_FP8 else 16])
-    values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, DEPTH])
-    # Of fp8 scores by key: how the second product wants weights.
-    by_keys: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [ROWS, BLOCK_N],
-    )  # fmt: skip
-    keyed: gl.constexpr = by_keys if FP8 else scores
-    of_rows: gl.constexpr = gl.SliceLayout(1, keyed)
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, scores)
     rows = gl.arange(0, ROWS, layout=of_rows)
-    of_keys: gl.constexpr = gl.SliceLayout(0, keyed)
-    # A lane's columns lie together: 16 bytes a store of 16-bit elements.
-    wide: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [ROWS, V],
-    )  # fmt: skip
-    out_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    out_d = gl.arange(0, V, layout=gl.SliceLayout(0, wide))
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=of_rows)
     first = WARPGROUP * ROWS
     factor = scale * LOG2E
     q_tile = s_q.index(WARPGROUP).reshape([ROWS, NOPE])
-    q_rope_tile = s_q_rope.index(WARPGROUP).reshape([ROWS, ROPE_DIM])
+    q_rope_tile = s_q_rope.index(WARPGROUP).reshape([ROWS, s_q_rope.shape[3]])
     turn = gl.program_id(0) * 0
     step = turn
-    b, h, t_first, q_lo, count, offset, n_keys = _receive_item(s_item, q_full, turn)
+    b, h, t_first, q_lo, count, offset, n_keys = receive_item(s_item, q_full, turn)
     while count > 0:
         lo = q_lo + first
         debug_barrier()
         mbarrier.arrive(q_empty.index(0), pred=n_keys == 0)
-        if FP8:
-            # Maxima are taken before the scale: rows of queries with a negative one are turned.
-            q_factor = gl.load(
-                q_scale + (t_first + first + rows).to(gl.int64) * stride_q_scale, mask=first + rows < count, other=0.0
-            )
-            signed = (q_factor if ROPE_FP8 or PRESCALED else q_factor * 0.0 + 1.0) * factor
-            if gl.min(signed, 0) < 0.0:
-                turn_rows(q_tile, signed < 0.0)
-                turn_rows(q_rope_tile, signed < 0.0)
-            row_factor = gl.maximum(gl.abs(signed), 1e-30)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=of_rows)
         l_i = gl.full([ROWS], 0.0, gl.float32, layout=of_rows)
-        if FP8:
-            # Each lane sums its own keys up.
-            lane_sums = in_lane(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=keyed), "sum")
-            by_lane: gl.constexpr = gl.SliceLayout(1, lane_sums.type.layout)
         acc = gl.full([ROWS, V], 0.0, gl.float32, layout=values)
         more = n_keys > 0
         while more:
             slot = step % STAGES_K
             mbarrier.wait(k_full.index(slot), step // STAGES_K & 1)
-            if FP8:
-                # Both now, and both released at once behind the last product: each change costs a barrier of warps.
-                mbarrier.wait(v_full.index(step % STAGES_V), step // STAGES_V & 1)
-            else:
-                fence_async_shared()
+            fence_async_shared()
             word = gl.sum(s_tile.index(slot).load(one), 0)
-            wanted = (word & (WANTED << WARPGROUP)) != 0
             slot_v = step % STAGES_V if STAGES_V > 1 else word >> 30
-            if wanted:
+            if (word & (WANTED << WARPGROUP)) != 0:
                 zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=scores)
                 keys = s_k.index(slot).reshape([BLOCK_N, NOPE]).permute((1, 0))
                 ropes = s_rope.index(slot).permute((1, 0))
-                if not FP8:
-                    s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
-                    s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
-                    s = warpgroup_mma_wait(0, deps=[s])
-                else:
-                    common = gl.sum(s_numbers.index(slot * NUMBERS + COMMON).load(one), 0)
-                    tile_factor = row_factor * gl.where(common > 0.0, common, 1.0)
-                    factors = s_factors.index(slot * FACTORS + FACTOR)
-                    if ROPE_FP8:
-                        if common > 0.0:
-                            s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
-                            s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
-                            s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
-                        else:
-                            # The stage anew: ptxas took descriptors that only the other branch had made.
-                            again = in_order(slot)
-                            keys = s_k.index(again).reshape([BLOCK_N, NOPE]).permute((1, 0))
-                            s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
-                            s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
-                            s = s * s_factors.index(slot * FACTORS + NOPE_FACTOR).load(of_keys)[None, :]
-                            ropes = s_rope.index(again).permute((1, 0))
-                            s = warpgroup_mma(q_rope_tile, ropes, by_line(s, scores), is_async=True)
-                            s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
-                            s = s * factors.load(of_keys)[None, :]
-                    elif PRESCALED:
-                        s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
-                        # One sum of products of two widths; the layouts differ by name alone.
-                        s = gl.convert_layout(warpgroup_mma_wait(0, deps=[s]), rope_scores)
-                        s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
-                        s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
-                        if common == 0.0:
-                            s = s * factors.load(of_keys)[None, :]
-                    else:
-                        s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
-                        s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
-                        s = s * factors.load(of_keys)[None, :] * q_factor[:, None]
-                        s = warpgroup_mma(q_rope_tile, ropes, by_line(s, rope_scores), is_async=True)
-                        s = by_key(warpgroup_mma_wait(0, deps=[s]), keyed)
-                        tile_factor = row_factor
-                if not FP8:
-                    debug_barrier()
-                    mbarrier.arrive(k_empty.index(slot))
-                    mbarrier.arrive(q_empty.index(0), pred=(word & LAST) != 0)
-
-                if (word & (MASKED << WARPGROUP)) != 0:
-                    s = _hide(s, b, h, lo + rows, offset, (word >> TILE_SHIFT) * BLOCK_N, n_keys, c0, c1, c2, c3)
-                if FP8:
-                    largest = gl.convert_layout(gl.max(in_lane(s, "max"), 1), of_rows)
-                    m_new = gl.maximum(m_i, largest * tile_factor)
-                    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    correction = gl.exp2(m_i - base)
-                    p = gl.exp2(s * tile_factor[:, None] - (base - WEIGHT_BITS)[:, None])
-                    lane_sums = lane_sums * gl.convert_layout(correction, by_lane)[:, None] + in_lane(p, "sum")
-                else:
-                    m_new = gl.maximum(m_i, gl.max(s, 1) * factor)
-                    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    p = gl.exp2(s * factor - base[:, None])
-                    correction = gl.exp2(m_i - base)
-                    l_i = l_i * correction + gl.sum(p, 1)
-                m_i = m_new
-                rescale = gl.convert_layout(correction, gl.SliceLayout(1, values))
-                if V_SCALES == "rows":
-                    # A value's scale goes to its weight, in units of the tile's largest.
-                    p = p * s_factors.index(slot * FACTORS + VALUE_FACTOR).load(of_keys)[None, :]
-                    unit = gl.sum(s_numbers.index(slot * NUMBERS + UNIT).load(one), 0)
-                p = as_e4m3(p) if FP8 else p.to(s_v.dtype)
-                weights = gl.convert_layout(p, gl.DotOperandLayout(0, values, 4 if FP8 else 2))
-
-                if not FP8:
-                    mbarrier.wait(v_full.index(slot_v), step // STAGES_V & 1)
-                tile = s_v.index(slot_v).reshape([V, BLOCK_N] if FP8 else [BLOCK_N, V])
-                if (word >> TILE_SHIFT) * BLOCK_N + BLOCK_N > n_keys:
-                    if FP8:
-                        zero_columns(tile, n_keys - (word >> TILE_SHIFT) * BLOCK_N)
-                    else:
-                        zero_rows(tile, n_keys - (word >> TILE_SHIFT) * BLOCK_N)
-                if FP8:
-                    # A product of its own: tensor cores cut sums of fp8 products off, which long rows would pay for.
-                    none = gl.full([ROWS, V], 0.0, gl.float32, layout=values)
-                    product = warpgroup_mma(weights, tile.permute((1, 0)), none, use_acc=False, is_async=True)
-                    product = warpgroup_mma_wait(0, deps=[product])
-                    debug_barrier()
-                    mbarrier.arrive(k_empty.index(slot))
-                    if (word & LAST) != 0:
-                        mbarrier.arrive(q_empty.index(0))
-                    if V_SCALES == "rows":
-                        product = product * unit
-                    acc = acc * rescale[:, None] + product
-                else:
-                    acc = warpgroup_mma(weights, tile, acc * rescale[:, None], is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    debug_barrier()
-                    mbarrier.arrive(v_empty.index(slot_v))
-            elif FP8:
+                s = warpgroup_mma(q_tile, keys, zero, use_acc=False, is_async=True)
+                s = warpgroup_mma(q_rope_tile, ropes, s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=[s])
                 debug_barrier()
                 mbarrier.arrive(k_empty.index(slot))
-                if (word & LAST) != 0:
-                    mbarrier.arrive(q_empty.index(0))
+                mbarrier.arrive(q_empty.index(0), pred=(word & LAST) != 0)
+
+                first_key = (word >> TILE_SHIFT) * BLOCK_N
+                if (word & (MASKED << WARPGROUP)) != 0:
+                    if first_key + BLOCK_N > n_keys:
+                        s = hide_end(s, nothing, n_keys - first_key)
+                    s = hide(s, nothing, mask_visible, b, h, lo + rows, offset + first_key, c0, c1, c2, c3)
+                m_new = gl.maximum(m_i, gl.max(s, 1) * factor)
+                base = gl.where(m_new == float("-inf"), 0.0, m_new)
+                p = gl.exp2(s * factor - base[:, None])
+                correction = gl.exp2(m_i - base)
+                l_i = l_i * correction + gl.sum(p, 1)
+                m_i = m_new
+                rescale = gl.convert_layout(correction, gl.SliceLayout(1, values))
+                weights = gl.convert_layout(p.to(s_v.dtype), gl.DotOperandLayout(0, values, 2))
+
+                mbarrier.wait(v_full.index(slot_v), step // STAGES_V & 1)
+                tile = s_v.index(slot_v).reshape([BLOCK_N, V])
+                if first_key + BLOCK_N > n_keys:
+                    zero_rows(tile, n_keys - first_key)
+                acc = warpgroup_mma(weights, tile, acc * rescale[:, None], is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                debug_barrier()
+                mbarrier.arrive(v_empty.index(slot_v))
             else:
                 debug_barrier()
                 mbarrier.arrive(k_empty.index(slot))
@@ -510,32 +318,18 @@ def _consumer(
                 mbarrier.arrive(v_empty.index(slot_v))
             more = (word & LAST) == 0
             step += 1
-
-        if FP8:
-            l_i = gl.convert_layout(gl.sum(lane_sums, 1), of_rows)
-        if HAS_SINKS:
-            sink = gl.load(sinks + h) * LOG2E
-            m_new = gl.maximum(m_i, sink)
-            base = gl.where(m_new == float("-inf"), 0.0, m_new)
-            correction = gl.exp2(m_i - base)
-            l_i = l_i * correction + gl.exp2(sink - base + (WEIGHT_BITS if FP8 else 0))
-            acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, values))[:, None]
-            m_i = m_new
-        empty = l_i == 0.0
-        inverse = gl.where(empty, 0.0, 1.0 / l_i)
-        if V_SCALES == "heads":
-            inverse *= gl.load(v_scale + h * stride_v_scale)
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, values))[:, None]
-        at_output = output + h.to(gl.int64) * stride_output_h
-        target = at_output + (t_first + first + out_m).to(gl.int64)[:, None] * stride_output_t + out_d[None, :]
-        out = gl.convert_layout(acc.to(output.dtype.element_ty), wide)
-        gl.store(target, out, mask=(first + out_m < count)[:, None])
-        if HAS_LSE:
-            natural = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i) - (WEIGHT_BITS if FP8 else 0)) * LN2)
-            at_lse = lse + h.to(gl.int64) * stride_lse_h
-            gl.store(at_lse + (t_first + first + rows).to(gl.int64) * stride_lse_t, natural, mask=first + rows < count)
+        store_item(outputs, sinks, m_i, l_i, acc, 1.0, h, t_first, first, count, 0, HAS_SINKS, HAS_LSE)
         turn += 1
-        b, h, t_first, q_lo, count, offset, n_keys = _receive_item(s_item, q_full, turn)
+        b, h, t_first, q_lo, count, offset, n_keys = receive_item(s_item, q_full, turn)
+
+
+@gluon.jit
+def _consumer_fp8(
+    WARPGROUP: gl.constexpr, work,
+    PRESCALED: gl.constexpr, V_SCALES: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    # The mask's function is a global of this text alone, and no argument of a partition.
+    consume_fp8(WARPGROUP, work, mask_visible, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)
 
 
 @gluon.jit
@@ -622,6 +416,7 @@ def prefill(
     rope_dtype: gl.constexpr = rope.dtype.element_ty
     FP8: gl.constexpr = dtype.is_fp8()
     ROPE_FP8: gl.constexpr = rope_dtype.is_fp8()
+    RAW_STAGES: gl.constexpr = 2 if ROPE_FP8 or CONSUMERS == 2 else 1  # more do not fit
     rope_rows: gl.constexpr = gl.NVMMASharedLayout(64 if ROPE_FP8 else 128, 8 if ROPE_FP8 else 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -632,10 +427,12 @@ def prefill(
     if FP8:
         s_v = gl.allocate_shared_memory(dtype, [STAGES_V, 1, V, BLOCK_N], gl.NVMMASharedLayout(128, 8, 3))
         if V_COLUMNS:
-            s_raw = gl.allocate_shared_memory(dtype, [BLOCK_N // CHUNK + 1, 1, V, CHUNK], v_chunk_map.layout)
+            s_raw = gl.allocate_shared_memory(
+                dtype, [RAW_STAGES * (BLOCK_N // CHUNK + 1), 1, V, CHUNK], v_chunk_map.layout
+            )
         else:
             PIECE: gl.constexpr = v_map.block_shape[2]
-            s_raw = gl.allocate_shared_memory(dtype, [V // PIECE, BLOCK_N, 1, PIECE], v_map.layout)
+            s_raw = gl.allocate_shared_memory(dtype, [RAW_STAGES * (V // PIECE), BLOCK_N, 1, PIECE], v_map.layout)
         s_factors = gl.allocate_shared_memory(gl.float32, [STAGES_K * FACTORS, BLOCK_N], plain)
         s_numbers = gl.allocate_shared_memory(gl.float32, [STAGES_K * NUMBERS, 1], plain)
     else:
@@ -650,15 +447,16 @@ def prefill(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], barrier)
-    raw_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    raw_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], barrier)
     job_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], barrier)
     s_job = gl.allocate_shared_memory(gl.int32, [STAGES_K, JOB_FIELDS], plain)
     mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_empty.index(0), count=CONSUMERS)
-    mbarrier.init(raw_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=CONSUMERS * 128 if FP8 else CONSUMERS)
+    for i in gl.static_range(RAW_STAGES):
+        mbarrier.init(raw_full.index(i), count=1)
     for i in gl.static_range(STAGES_K):
-        mbarrier.init(k_full.index(i), count=2 if FP8 else 32 * PRODUCER_WARPS + 1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_full.index(i), count=3 if FP8 else 32 * PRODUCER_WARPS + 1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS * 128 if FP8 else CONSUMERS)
         mbarrier.init(job_full.index(i), count=1)
     for i in gl.static_range(STAGES_V):
         mbarrier.init(v_full.index(i), count=1)
@@ -667,7 +465,7 @@ def prefill(
     tiles = (s_item, s_tile, s_factors, s_numbers, s_q, s_q_rope, s_k, s_rope, s_v)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     captures = (c0, c1, c2, c3)
-    maps = (q_map, q_rope_map, k_map, k_odd_map, v_map, rope_map, rope_odd_map)
+    maps = (q_map, q_rope_map, k_map, k_odd_map, v_map, rope_map)
     index = (cu_seqlens_q, cu_seqlens_k, lengths, cache_offsets, start_positions, kv_lengths)
     outputs = (output, lse, stride_output_t, stride_output_h, stride_lse_t, stride_lse_h)
     pages = (rope, page_table, page_indptr, stride_rope_page, stride_rope_t, stride_table)
@@ -685,32 +483,37 @@ def prefill(
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
     if FP8:
-        make = (tiles, jobs, s_raw, raw_full, barriers, v_chunk_map if V_COLUMNS else v_map, pages, scales)
+        keys = (tiles, jobs, barriers, rope_map, rope_odd_map, pages, scales)
+        make = (tiles, jobs, s_raw, raw_full, barriers, v_map, v_chunk_map if V_COLUMNS else v_map)
         if CONSUMERS == 2:
             gl.warp_specialize([
-                (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-                (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-                (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
-                (maker, (make, ROPE, CSR, V_COLUMNS, V_SCALES, PAGE_SIZE)),
-            ], [4, 1, 2], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+                (_consumer_fp8, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_consumer_fp8, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_producer, (load, ROPE, CSR, SPLIT_Q, PAGE_SIZE, BOX, L2_BYTES)),
+                (make_keys, (keys, ROPE, CSR, PRESCALED, V_SCALES, PAGE_SIZE, BOX)),
+                (make_values, (make, V_COLUMNS)),
+            ], [4, 1, 1, 2], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-                (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-                (_consumer, (TWO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-                (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
-                (maker, (make, ROPE, CSR, V_COLUMNS, V_SCALES, PAGE_SIZE)),
-            ], [4, 4, 1, 2], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+                (_consumer_fp8, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_consumer_fp8, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_consumer_fp8, (TWO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
+                (_producer, (load, ROPE, CSR, SPLIT_Q, PAGE_SIZE, BOX, L2_BYTES)),
+                (make_keys, (keys, ROPE, CSR, PRESCALED, V_SCALES, PAGE_SIZE, BOX)),
+                (make_values, (make, V_COLUMNS)),
+            ], [4, 4, 1, 1, 2], [
+                CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS,
+            ])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-            (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-            (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
+            (_consumer, (ZERO, work, HAS_SINKS, HAS_LSE)),
+            (_consumer, (ONE, work, HAS_SINKS, HAS_LSE)),
+            (_producer, (load, ROPE, CSR, SPLIT_Q, PAGE_SIZE, BOX, L2_BYTES)),
         ], [4, PRODUCER_WARPS], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (ZERO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-            (_consumer, (ONE, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-            (_consumer, (TWO, work, PRESCALED, V_SCALES, HAS_SINKS, HAS_LSE)),
-            (_producer, (load, ROPE, CSR, SPLIT_Q, V_COLUMNS, PAGE_SIZE, BOX, L2_BYTES)),
+            (_consumer, (ZERO, work, HAS_SINKS, HAS_LSE)),
+            (_consumer, (ONE, work, HAS_SINKS, HAS_LSE)),
+            (_consumer, (TWO, work, HAS_SINKS, HAS_LSE)),
+            (_producer, (load, ROPE, CSR, SPLIT_Q, PAGE_SIZE, BOX, L2_BYTES)),
         ], [4, 4, PRODUCER_WARPS], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip

@@ -88,7 +88,7 @@ FOR_RACECHECK = (
          f"{_TMA_OF_VALUES}for (int i = 1; i < 32; i++) mbarrier_arrive(full);\n          cp_async"),
     Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "if (elect_sync()) mbarrier_arrive", "mbarrier_arrive"),
     Edit(f"{_SM90}/prefill_fp8_consumer.cuh", "const bool lead = elect_sync();", "const bool lead = true;"),
-    Edit(f"{_TRITON}/prefill_hopper.py", "zero_columns(tile, n", "if WARPGROUP == 0: zero_columns(tile, n"),
+    Edit(f"{_TRITON}/hopper_fp8.py", "zero_columns(tile, n", "if WARPGROUP == 0: zero_columns(tile, n"),
 )  # fmt: skip
 
 _ROWS_STORED, _ALL_STORED = "const bool inside = row + 8 * r < item.rows;", "const bool inside = true;"
@@ -129,7 +129,7 @@ FAULTS = (
     Fault("memcheck", "triton.any.plan.scan", "plan", _RAGGED,
           Edit(f"{_TRITON}/plan.py", "in_buffer.to(tl.int32), mask=inside)", "in_buffer.to(tl.int32))")),
     Fault("memcheck", "triton.sm90.prefill.warps", "prefill", _PLAIN,
-          Edit(f"{_TRITON}/prefill_hopper.py", "out, mask=(first + out_m < count)[:, None])", "out)")),
+          Edit(f"{_TRITON}/hopper_items.py", "out, mask=(first + out_m < count)[:, None])", "out)")),
     # Shared memory without a barrier between writer and reader, of the block and of asynchronous roles.
     Fault("racecheck", "cuda.sm80.plan.scan", "plan", _RAGGED,
           Edit(f"{_SM80}/plan.cu", "sums[warp] = inclusive;\n  __syncthreads();", "sums[warp] = inclusive;")),
@@ -150,8 +150,8 @@ FAULTS = (
     Fault("synccheck", "cuda.sm90.prefill.fp8", "prefill", _FP8,
           Edit(f"{_SM90}/prefill_fp8.cu", _CONSUMER, _NO_BARRIER)),
     Fault("synccheck", "triton.sm90.prefill.warps", "prefill", _PLAIN,
-          Edit(f"{_TRITON}/prefill_hopper.py", "mbarrier.init(raw_full.index(0), count=1)",
-               "mbarrier.arrive(raw_full.index(0))")),
+          Edit(f"{_TRITON}/prefill_hopper.py", "mbarrier.init(raw_full.index(i), count=1)",
+               "mbarrier.arrive(raw_full.index(i))")),
     # Memory that nobody has written: an output that is added to, a part's sums, a field of the order of work.
     Fault("initcheck", "cuda.sm80.quantize.rows", "quantize", _QUANTIZED,
           Edit(f"{_SM80}/quantize.cu", "[unit.block] = scale;", "[unit.block] += scale;")),
