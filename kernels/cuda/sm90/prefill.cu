@@ -71,6 +71,9 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1) mla_prefill(const _
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
+  // Needs no barrier, and nothing can be loaded before it.
+  if (threadIdx.x / 32 == kConsumerThreads / 32 && params.table == nullptr)
+    build_table(params.sequences, params.batch, params.heads, nctaid_x(), shared.table(), params.processors);
   __syncthreads();
   griddepcontrol_wait();  // for the table, where a grid of this call writes it
 

@@ -169,19 +169,19 @@ struct Producer {
 
   MLA_DEVICE bool take_item(int index);
 
-  // All loads of the item: K runs one tile ahead of V. While nothing is in flight Q, waited for first, goes first;
-  // later the first K goes ahead, because it need not wait for the previous item's last product. The next item is taken
-  // while the last V waits for its stage. Returns whether there is one.
+  // All loads of the item: K runs one tile ahead of V. The first K goes ahead of Q, because it need not wait for the
+  // previous item's last product, and a key warp has to look up a page for it. The next item is taken while the last V
+  // waits for its stage. Returns whether there is one.
   MLA_DEVICE bool load() {
     uint32_t previous = kEndOfAll;
-    if (k.count == kStagesK || tile == kEndOfAll) load_q();
+    if (tile == kEndOfAll) load_q();
 #pragma unroll 1
     while (tile != kEndOfAll) {
       const uint32_t next = next_tile(p, items, walk);
       load_k(tile, next);
       if (previous != kEndOfAll)
         load_v(row_of(previous), items->head);
-      else if (k.count != kStagesK + 1)
+      else
         load_q();
       previous = tile;
       tile = next;
@@ -206,7 +206,6 @@ MLA_DEVICE bool Producer::take_item(int index) {
 }
 
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
-  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table(), p.processors);
   Producer producer{p, shared, shared.draft()};
   if (producer.take_item(blockIdx.x))
     while (producer.load());

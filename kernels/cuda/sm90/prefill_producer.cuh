@@ -192,7 +192,6 @@ MLA_DEVICE bool take_item(Producer& producer, int index) {
 }
 
 MLA_DEVICE void produce(const PrefillParams& p, const Shared& shared) {
-  if (p.table == nullptr) build_table(p.sequences, p.batch, p.heads, nctaid_x(), shared.table(), p.processors);
   Producer producer{p, shared, shared.draft()};
   if (producer.lane() < kStagesK) shared.tag(producer.lane())->v_row = -1;
   __syncwarp();
