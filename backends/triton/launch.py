@@ -30,13 +30,13 @@ class Launcher(NamedTuple):
     encode: Callable[..., list[Any]] | None
 
 
-def take_apart(run: Any, *fixed: Any) -> Launcher:
-    """Take apart the launcher of a compiled kernel, `run`, whose arguments are the grid, the stream, `fixed`, and more.
+def take_apart(run: Any, handle: Any, *fixed: Any) -> Launcher:
+    """Take apart the launcher of a compiled kernel, `run`: it takes the grid, the stream, `handle`, `fixed` and more.
 
-    `run` puts arguments of its own around these (in another order on AMD) and hands all of them to ``run.launch``.
-    Where a Triton is made otherwise, `run` stays whole.
+    `run` puts arguments of its own before these (in another order on AMD) and hands all of them to ``run.launch``.
+    Where a Triton is made otherwise (3.7 hands them over in a tuple), `run` stays whole.
     """
-    own = [_GRID_X, _GRID_Y, 1, _STREAM, *fixed]
+    own = [_GRID_X, _GRID_Y, 1, _STREAM, handle, *fixed]
     scratch = any(getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
     found = None if scratch else _behind_maps(getattr(run, "launch", None))
     if found is None:  # or a launch needs memory of its own, which no kernel here asks for
@@ -44,6 +44,8 @@ def take_apart(run: Any, *fixed: Any) -> Launcher:
     recorder, recorded = copy.copy(run), list[Any]()
     recorder.launch = lambda *arguments: recorded.extend(arguments)
     recorder(*own)
+    if tuple(recorded[-len(fixed) :]) != fixed:
+        return Launcher(run, own, None)
     return Launcher(found[0], recorded, found[1])
 
 

@@ -216,7 +216,21 @@ def test_the_launcher_of_amd_has_its_own_order(driver: Driver) -> None:
     assert calls[0] == calls[1] and launcher.function is run.launch
 
 
+class InTuple:
+    """A launcher that hands arguments over in a tuple, as Triton 3.7's."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.launch = functools.partial(lambda *arguments: self.calls.append(arguments))
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments[:6], arguments[6:])
+
+
 def test_a_launcher_made_otherwise_stays_whole(driver: Driver) -> None:
     calls: list[Any] = []
-    Launch(take_apart(lambda *arguments: calls.append(arguments), "fixed"), (3, 2), [10, 20], 0, 1)(30)
-    assert calls == [(3, 2, 1, driver.stream, "fixed", 10, 30)]
+    Launch(take_apart(lambda *arguments: calls.append(arguments), 7, "fixed"), (3, 2), [10, 20], 0, 1)(30)
+    assert calls == [(3, 2, 1, driver.stream, 7, "fixed", 10, 30)]
+    run = InTuple()
+    Launch(take_apart(run, 7, "fixed"), (3, 2), [10, 20], 0, 1)(30)
+    assert run.calls == [(3, 2, 1, driver.stream, 7, "fixed", (10, 30))]
