@@ -189,6 +189,8 @@ def consume_fp8(
                     moving = any_reaches(sums, turn, WARPGROUP)
                     passes += gl.where(moving != 0, 1, 2)
                 lane_sums += sums
+                if V_SCALES == "rows":
+                    unit = gl.sum(s_numbers.index(slot * NUMBERS + UNIT).load(one), 0)
                 tile = s_v.index(slot).reshape([V, BLOCK_N])
                 if first_key + BLOCK_N > n_keys:
                     zero_columns(tile, n_keys - first_key)
@@ -198,7 +200,7 @@ def consume_fp8(
                 product = warpgroup_mma_wait(0, deps=[product])
                 async_copy.mbarrier_arrive(k_empty.index(slot), increment_count=False)
                 if V_SCALES == "rows":
-                    product = product * gl.sum(s_numbers.index(slot * NUMBERS + UNIT).load(one), 0)
+                    product = product * unit
                 acc += product
             else:
                 warpgroup_mma_wait(0, deps=[nope])
