@@ -38,19 +38,14 @@ struct Consumer {
 
   // Where the tile at hand lies. Addresses are chains of uniform instructions, ten cycles each.
   struct Place {
-    uint32_t nope, rope, values;  // starts of descriptors
+    uint32_t nope, values;  // starts of descriptors; the rope's lies kKNopeBytes behind nope's
     uint32_t head, k_full, v_full;
   };
   MLA_DEVICE Place place() const {
-    const uint32_t keys = shared.k(k.stage());
-    Place at{wgmma_start(keys),
-             wgmma_start(keys + kKNopeBytes),
-             wgmma_start(shared.v(v.stage())),
-             shared.head_address(k.count),
-             shared.k_full(k.stage()),
-             shared.v_full(v.stage())};
-    compute_here(at.nope), compute_here(at.rope), compute_here(at.values), compute_here(at.head),
-        compute_here(at.k_full), compute_here(at.v_full);
+    Place at{wgmma_start(shared.k(k.stage())), wgmma_start(shared.v(v.stage())), shared.head_address(k.count),
+             shared.k_full(k.stage()), shared.v_full(v.stage())};
+    compute_here(at.nope), compute_here(at.values), compute_here(at.head), compute_here(at.k_full),
+        compute_here(at.v_full);
     return at;
   }
   MLA_DEVICE void release_keys(bool lead, const Place& at) const {
@@ -70,7 +65,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kRopeRowBytes; i += 32) {
       const uint64_t q_at = wgmma_k_major<kRopeRowBytes>(shared.q(group) + kQNopeBytes, i),
-                     k_at = wgmma_k_major_from<kRopeRowBytes>(at.rope, i);
+                     k_at = wgmma_k_major_from<kRopeRowBytes>(at.nope + (kKNopeBytes >> 4), i);
       if constexpr (kRopeFp8)
         wgmma_e4m3_ss<W>(s, q_at, k_at, true);
       else
