@@ -117,18 +117,23 @@ def test_tiles_of_one_scale_among_others(on_host: Run, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "one"),
     [
-        pytest.param("", "", id="sound"),
-        pytest.param("if (known.k_row != k_row) return", "if (known.k_row < 0) return", id="another_tile", marks=FULL),
+        pytest.param("", "", True, id="one"),
+        pytest.param(
+            "if (known.k_row != k_row) return", "if (known.k_row < 0) return", True, id="misplaced", marks=FULL
+        ),
+        pytest.param("", "", False, id="each"),
+        pytest.param("p.k_scales + job.k_row, sc", "p.k_scales + job.k_row + 4, sc", False, id="shifted", marks=FULL),
     ],
 )
-def test_scales_of_tiles_are_remembered(old: str, new: str, on_host: Run, seed: int) -> None:
-    """The second head and later rows find the scales of the first; two sequences share a place of the table."""
+def test_scales_of_tiles_are_remembered(old: str, new: str, one: bool, on_host: Run, seed: int) -> None:
+    """The second head and later rows find what the first found; two sequences share a place of the table."""
     on_host((lambda text: text.replace(old, new)) if old else None)
     case = dataclasses.replace(ANYWHERE, dtypes="fp8+bf16_rope", lengths=((0, 600), (0, 300), (0, 60)))
-    problem = with_one_scale(case, seed)
-    problem.keywords["k_scales"][600:900] = 0.5
+    problem = with_one_scale(case, seed) if one else build(case, "cpu", seed)
+    if one:
+        problem.keywords["k_scales"][600:900] = 0.5
     if not old:
         check(problem)
     else:

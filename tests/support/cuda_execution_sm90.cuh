@@ -203,6 +203,16 @@ inline void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, int c
   sm90::loads.push_back(load);
 }
 
+inline void cp_async_bulk(uint32_t shared, const void* from, uint32_t bytes, uint32_t barrier) {
+  if (shared % 16 != 0 || uint64_t(from) % 16 != 0 || bytes % 16 != 0) host::fault = true;
+  sm90::Load load{};
+  load.map.data = const_cast<uint8_t*>(static_cast<const uint8_t*>(from)), load.map.element = 1;
+  for (int i = 0; i < 3; i++) load.map.shape[i] = load.map.box[i] = i == 0 ? bytes : 1, load.map.steps[i] = 1;
+  load.map.strides[0] = 1;
+  load.to = shared, load.barrier = barrier;
+  sm90::loads.push_back(load);
+}
+
 inline void st_global_f32_if(bool made, float* to, float x) {
   if (made) *to = x;
 }

@@ -112,6 +112,13 @@ MLA_DEVICE void cp_async_bulk_tensor_3d(uint32_t shared, const TensorMap& map, i
       : "memory");
 }
 
+// The same for `bytes` in a row, a multiple of 16, as both addresses are.
+MLA_DEVICE void cp_async_bulk(uint32_t shared, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Brings the line of an address into L2.
 MLA_DEVICE void prefetch_global_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 // Brings the map's box into L2.

@@ -166,6 +166,7 @@ MLA_DEVICE void bring_scales(const PrefillParams& p, const Shared& shared, const
   if (kTwoScales) st_shared(shared.scales(k.stage(), kScaleNope) + at, ratios);
   st_shared(shared.scales(k.stage(), kScaleAll) + at, all);
   if (kValueScales) st_shared(shared.scales(k.stage(), kScaleValue) + at, values);
+  if constexpr (kOneArray) fence_proxy_async_shared();  // the next to write there may be TMA
 }
 
 // Columns of V^T from any key on, 16 keys a lane: words around them are shifted into place.
@@ -209,7 +210,7 @@ MLA_DEVICE void help_with_keys(const PrefillParams& p, const Shared& shared, int
       if (job.source == kRopeByTma) page = load_rope(p, job, rope, shared.k_full(k.stage()));
     if constexpr (kRopeCopy)
       if (job.source == kRopeByCopy) copy_rope(p, job, rope);
-    if (job.scales != kOfNone) bring_scales(p, shared, job, k, page);
+    if (job.scales < kOfNone) bring_scales(p, shared, job, k, page);
     __syncwarp();
     const bool lead = (threadIdx.x & 31) == 0;
     if (lead) mbarrier_arrive(shared.k_full(k.stage()));

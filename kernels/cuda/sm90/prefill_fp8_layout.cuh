@@ -125,7 +125,8 @@ enum KeySource : uint16_t { kRopeByTma = 0, kRopeByCopy = 1, kNoMoreKeys = 2 };
 enum WantedScales : uint16_t {
   kOfEachKey = 0,
   kOfEachOrAll = 1,  // every row group sees all keys or none: where they have one scale, nobody asks for a key's own
-  kOfNone = 2  // the same, and that one is known
+  kOfNone = 2,  // the same, and that one is known
+  kOfEachByTma = 3  // they are known to differ, and the producer brings them
 };
 struct alignas(16) KeyJob {
   int sequence, head;
@@ -136,14 +137,15 @@ struct alignas(16) KeyJob {
   uint16_t scales;  // WantedScales
 };
 
-// The scale that all keys of a tile share. The producer keeps what key warps find: heads and blocks of rows come back to
-// the same tiles. An entry is of the last tile of those whose numbers are kKnownTiles apart.
+// The scale that all keys of a tile share; 0: they differ. The producer keeps what key warps find: heads and blocks of
+// rows come back to the same tiles. An entry is of the last tile of those whose numbers are kKnownTiles apart.
 struct alignas(8) KnownTile {
   int k_row;  // of the tile's first key; negative: of none
   float factor;
 };
 constexpr int kKnownTiles = 256;
 constexpr bool kRemembers = !kRopePlain && !kValueScales;
+constexpr bool kOneArray = kRemembers && !kTwoScales;  // scores are multiplied by k_scales and nothing else
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 

@@ -104,18 +104,25 @@ struct Producer {
   MLA_DEVICE void remember() {
     if (!kRemembers || k.count < 2 * kStagesK) return;
     const int k_row = shared.job(k.stage())->k_row;
-    const float factor = shared.head(k.count - 2 * kStagesK)->factor;
-    if (factor != 0.0f) *shared.known(k_row) = {k_row, factor};
+    *shared.known(k_row) = {k_row, shared.head(k.count - 2 * kStagesK)->factor};
   }
 
-  // Leaves the scale of a tile beside it, where that is known and all that is asked for.
-  MLA_DEVICE WantedScales wanted_scales(uint32_t tile, int k_row) {
-    if (!all_or_none(tile)) return kOfEachKey;
-    if (!kRemembers) return kOfEachOrAll;
+  // Whether TMA can bring the scales of a tile's keys as they are.
+  MLA_DEVICE bool scales_by_tma(int k_row, int keys) const {
+    return kOneArray && keys >= kBlockN && p.k_scales_stride == 1 &&
+           reinterpret_cast<uint64_t>(p.k_scales + k_row) % 16 == 0;
+  }
+
+  // What a key warp has to find out about a tile. Where it is nothing, the scale of all keys is left beside the tile; 0
+  // is left where they differ, and those of each come by TMA.
+  MLA_DEVICE WantedScales wanted_scales(uint32_t tile, int k_row, int keys) {
+    const WantedScales wanted = all_or_none(tile) ? kOfEachOrAll : kOfEachKey;
+    if (!kRemembers) return wanted;
     const KnownTile known = *shared.known(k_row);
-    if (known.k_row != k_row) return kOfEachOrAll;
+    if (known.k_row != k_row) return wanted;
+    if (known.factor == 0.0f ? !scales_by_tma(k_row, keys) : wanted == kOfEachKey) return wanted;
     shared.head(k.count - kStagesK)->factor = known.factor;
-    return kOfNone;
+    return known.factor == 0.0f ? kOfEachByTma : kOfNone;
   }
 
   // A key warp loads the rope part, so that this one has less to do for a tile than the consumers.
@@ -128,15 +135,18 @@ struct Producer {
       const uint32_t full = shared.k_full(k.stage());
       remember();
       shared.head(k.count - kStagesK)->tag = tag_of(tile, 0, next);
-      mbarrier_arrive_expect_tx(full, boxes ? kKBytes : kKNopeBytes);
       const KeyJob job{item.sequence,
                        item.head,
                        item.k_position + first,
                        item.k_row + first,
                        item.n_keys - first,
                        boxes ? kRopeByTma : kRopeByCopy,
-                       wanted_scales(tile, item.k_row + first)};
+                       wanted_scales(tile, item.k_row + first, item.n_keys - first)};
+      const uint32_t scale_bytes = kOneArray && job.scales == kOfEachByTma ? kBlockN * 4 : 0;
+      mbarrier_arrive_expect_tx(full, (boxes ? kKBytes : kKNopeBytes) + scale_bytes);
       post_job(k.stage(), job);
+      if (scale_bytes > 0)
+        cp_async_bulk(shared.scales(k.stage(), kScaleAll), p.k_scales + job.k_row, scale_bytes, full);
       load_rows(shared.k(k.stage()), p.k, job.head, job.k_row, full);
     }
     k.advance();
