@@ -141,6 +141,22 @@ def test_scales_of_tiles_are_remembered(old: str, new: str, one: bool, on_host: 
             check(problem)
 
 
+def test_remembered_scales_are_negative_zero_or_no_numbers(on_host: Run, seed: int) -> None:
+    """All tiles share two places of the table, of five sequences one has no keys."""
+    on_host(lambda text: text.replace("/ kBlockN % kKnownTiles", "/ kBlockN % 2"))
+    lengths = ((0, 304), (0, 0), (0, 260), (0, 60), (0, 144))
+    problem = build(dataclasses.replace(ANYWHERE, dtypes="fp8+bf16_rope", lengths=lengths), "cpu", seed)
+    scales = problem.keywords["k_scales"]
+    for first, scale in ((0, 0.5), (128, -0.75), (304, 0.0), (564, -1.5)):  # tiles that begin there; others differ
+        scales[first : first + 128] = scale
+    check(problem)
+    scales[128:256] = math.nan
+    (output, lse), (expected, _) = problem.run("cuda"), problem.expect()
+    new = problem.operands["valid_length"][1]
+    assert output[:new].isnan().all() and lse[:new].isnan().all()
+    assert_output(output[new:], expected[new:], "fp8", 0.6)
+
+
 @pytest.mark.parametrize("lse", [True, pytest.param(False, marks=FULL)])
 def test_a_row_does_not_depend_on_its_neighbours(lse: bool, on_host: Run, seed: int) -> None:
     """Rows whose logits grow begin a tile anew; the others of their warp come out the same, to the bit."""
