@@ -47,7 +47,7 @@ def _floordiv(x: Interval, y: Interval) -> Interval:
     if lo is hi:
         c = lo.constant
         return _spread("floordiv", x, y) if c is None else _ordered("floordiv", x, c)
-    one_sign = make("or", make("lt", ZERO, lo), make("lt", hi, ZERO))
+    one_sign = make("or", make("or", make("lt", ZERO, lo), make("lt", hi, ZERO)), make("eq", lo, hi))
     largest = make("max", make("abs", x[0]), make("abs", x[1]))
     least, most = _spread("floordiv", x, y)
     return make("where", one_sign, least, make("sub", ZERO, largest)), make("where", one_sign, most, largest)
@@ -60,9 +60,7 @@ def _mod(x: Interval, y: Interval) -> Interval:
         least, most = make("min", make("add", lo, ONE), ZERO), make("max", make("sub", hi, ONE), ZERO)
     else:
         least, most = (ZERO, integer(c - 1)) if c > 0 else (integer(c + 1), ZERO)
-    if lo is not hi:
-        return least, most
-    one_period = make("eq", make("floordiv", x[0], lo), make("floordiv", x[1], lo))
+    one_period = make("and", make("eq", lo, hi), make("eq", make("floordiv", x[0], lo), make("floordiv", x[1], lo)))
     rests = make("mod", x[0], lo), make("mod", x[1], lo)
     return make("where", one_period, rests[0], least), make("where", one_period, rests[1], most)
 

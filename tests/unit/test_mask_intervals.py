@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mla.masks import (
@@ -38,6 +38,8 @@ def truth(visible: torch.Tensor) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(tree=conditions, b=st.integers(0, BATCH - 1), h=st.integers(0, HEADS - 1), q=positions, k=positions)
+@example(tree=("<=", ("%", ("q",), ("k",)), ("q",)), b=0, h=0, q=(0, 0), k=(2, 2))  # a divisor that is one number here
+@example(tree=("<=", ("//", ("q",), ("k",)), ("q",)), b=0, h=0, q=(3, 3), k=(0, 0))
 def test_the_class_of_any_tile_of_any_mask_is_sound(tree: Any, b: int, h: int, q: Any, k: Any) -> None:
     mask = build(tree)
     rows, columns = range(q[0], q[1] + 1), range(k[0], k[1] + 1)
