@@ -49,6 +49,7 @@ class PrefillParams(Structure):
             ("v_scale_stride", c_longlong),
             *RESULT_FIELDS,
             ("rows", c_int),
+            ("rows_q", c_int),
             ("batch", c_int),
             ("heads", c_int),
             ("processors", c_int),
@@ -75,7 +76,8 @@ def make(args: PrefillArgs, block_n: int) -> PrefillParams:
         block.rope_rows = params.paged_rows(args.cache.rope)
     block.rope_scales = _rope_scales(args)
     block.values = args.v.data_ptr()
-    block.rows, block.values_stride_h, block.values_stride_d = args.k.shape[0], args.v.stride(1), args.v.stride(2)
+    block.rows, block.rows_q = args.k.shape[0], args.q.shape[0]
+    block.values_stride_h, block.values_stride_d = args.v.stride(1), args.v.stride(2)
     block.mask = mask_code.c_args(args.mask, args.q.device)
     for name, scale in (("q_scale", args.q_scale), ("k_scales", args.k_scales), ("v_scale", args.v_scale)):
         if scale is not None:

@@ -37,6 +37,7 @@
 // Budget of a tile of 192 x 128: 15.7 MFLOP, 1,920 cycles of the tensor cores, 1,536 of the units for exponentials; 40
 // KB from L2. The power limit (700 W) sets the clock. docs/perf-log.md tells what was measured and tried.
 #include "prefill_fp8_layout.cuh"
+#include "prefill_fp8_prefetch.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_fp8_helpers.cuh"
 #include "prefill_fp8_consumer.cuh"
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
   if (warpgroup == kRowGroups) {
     setmaxnreg_dec<MLA_PRODUCER_REGISTERS>();
     const int warp = (threadIdx.x - kConsumerThreads) / 32 - 1;
+    if (warp == kKeyWarps + kTransposers - 1) prefetch_operands(params);
     if (warp < 0)
       produce(params, shared);
     else if (warp < kKeyWarps)

@@ -59,8 +59,8 @@ constexpr bool kTwoScales = kRopeFp8 || kRopePlain;  // nope and rope may differ
 enum ValueScale { kValuesPlain = 0, kValuesByHead = 1, kValuesByKey = 2 };  // none; one a head or in all; one a key
 constexpr bool kValueScales = MLA_V_SCALES == kValuesByKey;
 
-// What comes with a K tile: the producer's tag and, of a key warp or, where it is known, the producer, the factors. There are twice as many as K stages, so
-// that one stays until its tile's V has been consumed.
+// What comes with a K tile: the producer's tag and the factors, of a key warp or, where it knows them, of the producer.
+// There are twice as many as K stages, so that one stays until its tile's V has been consumed.
 struct alignas(16) TileHead {
   uint32_t tag;
   float factor;  // of all scores of the tile; 0: each key has its own
@@ -104,7 +104,7 @@ struct PrefillParams {
   float logit_scale;  // softmax_scale * log2(e)
   float softcap_scale;  // 2 / softcap
   float softcap_logit;  // softcap * log2(e)
-  int rows;  // of k and v
+  int rows, rows_q;  // of k and v, and of q
   int batch;
   int heads;
   int processors;  // of the device
