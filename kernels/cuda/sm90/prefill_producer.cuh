@@ -152,8 +152,8 @@ struct Producer {
   }
 
   // All loads of the item but its last V: K runs one tile ahead of V, into the next item. The first K goes ahead of
-  // Q, which has to wait for the last product of the item before. Returns the number of the next item that no thread block has taken, asked for while the last tile is loaded;
-  // the first ones are theirs by their own numbers.
+  // Q, which has to wait for the last product of the item before. Returns the number of the next item that no thread
+  // block has taken, asked for while the last tile is loaded; the first ones are theirs by their own numbers.
   MLA_DEVICE int load() {
     TileWalk walk = walk_of(*items);
     uint32_t& claimed = walk.word;  // of the first lane; a walk that has ended leaves the register
