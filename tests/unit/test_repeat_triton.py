@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import mla
-from mla import _repeat, dispatch, registry
+from mla import dispatch
 from mla.backends.triton import compiler, runtime
 from mla.backends.triton.compiler import KernelSpec
 from mla.backends.triton.launch import Launch, take_apart
-from mla.kv_cache import PagedKVCache
-from mla.problem import Problem
-from mla.registry_file import Implementation
-from tests.unit.test_repeat_cuda import CHANGES, PAIRS, Given, check
+from tests.support import repeated_launches
+from tests.support.repeated_launches import CHANGES, PAIRS, Given, check, check_nothing_is_kept_alive
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 
@@ -33,12 +29,12 @@ ARCHS = ("sm_90a", "sm_80")  # whose prefill takes tensor maps, and orders a bat
 OWN = 13  # arguments that Triton's launcher puts before a kernel's
 
 
-class Driver:
-    """What stands for the driver: the launches it was asked for, and a stream that can be another one."""
+class Driver(repeated_launches.Driver):
+    """What stands for what Triton's launcher ends in: a launch is its kernel's name and its arguments."""
 
     def __init__(self, arch: str) -> None:
-        self.arch, self.launches, self.stream = arch, [], 1
-        self.prepared = 0  # launches that were prepared anew
+        super().__init__(f"triton:{arch}")
+        self.arch = arch
         self.slots = 0  # address of the memory between the kernels of a call
 
     def compile(self, spec: KernelSpec, arch: str) -> Any:
@@ -64,38 +60,12 @@ class Driver:
         run.global_scratch_align = run.profile_scratch_align = 1
         return types.SimpleNamespace(run=run, function=7, packed_metadata=(spec.num_warps, 1, 0))
 
-    def of(self, call: Callable[[], object]) -> list[tuple[Any, ...]] | str:
-        """Return what a call launches, or what it raises."""
-        first = len(self.launches)
-        try:
-            call()
-        except (mla.MlaError, TypeError, ValueError) as error:
-            return repr(error)
-        return self.launches[first:]
-
 
 @pytest.fixture(params=ARCHS)
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     double = Driver(request.param)
-
-    def choose(problem: Problem, target: Any, device: torch.device) -> Implementation:
-        explanation = dispatch.explain(problem.op, problem, target=f"triton:{double.arch}")
-        if explanation.chosen is None:
-            raise mla.UnsupportedError("refused", explanation)
-        return registry.default()[explanation.chosen]
-
-    def resolve(problem: Problem, target: Any, device: torch.device) -> dispatch.Runner:
-        run = choose(problem, target, device).load().prepare(problem, device)
-
-        def count(args: Any) -> Any:
-            double.prepared += 1
-            return run(args)
-
-        return count
-
-    for name in ("dispatch", "plan", "gather", "store", "merge", "quantize"):
-        monkeypatch.setattr(f"mla.{name}.resolve", resolve)
-    monkeypatch.setattr(dispatch, "chosen", choose)
+    double.take_over(monkeypatch)
+    monkeypatch.setattr(dispatch, "chosen", double.choose)
     monkeypatch.setattr(runtime, "load", lambda spec, device: runtime.Kernel(spec, torch.device("cuda", 0)))
     monkeypatch.setattr(runtime, "arch_of", lambda device: double.arch)
     monkeypatch.setattr(runtime, "shared_bytes", lambda device: 163 << 10)
@@ -106,16 +76,6 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     processors = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: double.stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_repeat, "_can_repeat", lambda device: True)
-    # As on a GPU, where no value is looked at.
-    monkeypatch.setattr("mla._prefill_call._check_values", lambda call, device: None)
-    monkeypatch.setattr("mla.chunked.readable", lambda tensor: False)
-    for name in ("gather", "plan", "_chunk_buffer"):
-        monkeypatch.setattr(f"mla.{name}.check_offsets", lambda *_: None)
-    monkeypatch.setattr(PagedKVCache, "check_indices", lambda self, offsets: None)
     dispatch.forget()
     yield double
     dispatch.forget()
@@ -157,15 +117,7 @@ def test_what_was_copied_is_not_repeated(driver: Driver, monkeypatch: pytest.Mon
 
 
 def test_nothing_is_kept_alive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Given(monkeypatch).changed("mask of a copy").changed("sinks")
-    with torch.no_grad():
-        check(driver, given, "nothing")
-    tensors = [value for value in vars(given).values() if isinstance(value, torch.Tensor)]
-    tensors += [given.cache.latent, *given.tables, *given.keywords.values()]
-    alive = [weakref.ref(x) for x in (*tensors, given.mask)]
-    del given, tensors
-    gc.collect()
-    assert not [x for x in alive if x() is not None]
+    check_nothing_is_kept_alive(driver, monkeypatch)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["own memory", "workspace"])
