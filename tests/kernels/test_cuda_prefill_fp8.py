@@ -17,8 +17,8 @@ from mla.masks import CausalMask, MaterializedMask
 from mla.problem import Problem
 from mla.target import device_arch
 from tests.kernels.test_cuda_prefill_sm90 import LONG, SINK_WINDOW, disassembler
-from tests.support.problems import Case, PrefillProblem, build
-from tests.support.tolerance import assert_lse, assert_output
+from tests.support.problems import Case, build
+from tests.support.tolerance import assert_lse, assert_output, same_bits
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, cuda-bindings and NVRTC (the extra `cuda`)")
 
@@ -98,18 +98,6 @@ def hopper() -> torch.device:
     return device
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
-
-
-def with_one_scale(problem: PrefillProblem) -> PrefillProblem:
-    """Give all keys of a problem the same scales."""
-    problem.keywords["k_scales"].fill_(1.25)
-    if problem.operands["k_rope"].scales is not None:
-        problem.operands["k_rope"].scales.fill_(1.25)
-    return problem
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
 @pytest.mark.parametrize("one_scale", [False, True])
@@ -120,7 +108,7 @@ def test_a_sequence_is_bitwise_the_same_in_any_company(
     case = Case(dtypes=dtypes, lengths=LONG, heads=3, spare_rows=(0, 0))
     problem = build(case, hopper, seed)
     if one_scale:
-        with_one_scale(problem)
+        problem.with_one_key_scale()
     output, lse = problem.run("cuda")
     offsets = problem.operands["valid_length"].tolist()
     mine = slice(offsets[alone], offsets[alone + 1])
@@ -132,7 +120,7 @@ def test_a_sequence_is_bitwise_the_same_in_any_company(
             problem.keywords[name] = problem.keywords[name][mine]
     # The lengths of the cache say how many tokens precede the new ones, so positions are those of the whole batch.
     output_alone, lse_alone = problem.run("cuda")
-    assert same(output_alone, output[mine])
+    assert same_bits(output_alone, output[mine])
     assert torch.equal(lse_alone, lse[mine])
 
 
@@ -167,7 +155,7 @@ def test_values_as_rows_give_the_bits_of_transposed_ones(hopper: torch.device, d
     for _ in range(100):
         flush.zero_()
         output, lse = rows.run("cuda")
-        assert same(output, expected) and torch.equal(lse, expected_lse)
+        assert same_bits(output, expected) and torch.equal(lse, expected_lse)
 
 
 @pytest.mark.cuda
@@ -193,15 +181,15 @@ def test_a_row_does_not_depend_on_its_neighbours(hopper: torch.device, lse: bool
         return outputs["output"]
 
     case = Case(dtypes="fp8+bf16_rope", lengths=((1900, 64),), heads=4, mask="none", spare_rows=(0, 0))
-    problem = with_one_scale(build(case, hopper, seed))
+    problem = build(case, hopper, seed).with_one_key_scale()
     growing = torch.linspace(6, 1, len(problem.operands["k"]), device=hopper)[:, None, None]
     problem.operands["k"] = (problem.operands["k"].float().nan_to_num() * growing).to(torch.float8_e4m3fn)
     output = run()
     problem.operands["q"] = problem.operands["q"].clone()
     problem.operands["q"][1::2] = 0.0
     others = run()
-    assert same(output[::2], others[::2])
-    assert not same(output[1::2], others[1::2])
+    assert same_bits(output[::2], others[::2])
+    assert not same_bits(output[1::2], others[1::2])
 
 
 @pytest.mark.cuda
@@ -218,16 +206,16 @@ def test_scales_as_numbers_equal_tensors_on_every_stream_and_in_graphs(hopper: t
     expected = output.clone()
     for _ in range(4):  # launched again from the third on
         call(numbers)
-        assert same(output, expected)
+        assert same_bits(output, expected)
     for stream in (torch.cuda.Stream(hopper), torch.cuda.Stream(hopper)):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10_000_000)  # what this stream has to write comes late
             call(numbers)
         stream.synchronize()
-        assert same(output, expected)
+        assert same_bits(output, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call(numbers)
     output.zero_()
     graph.replay()
-    assert same(output, expected)
+    assert same_bits(output, expected)

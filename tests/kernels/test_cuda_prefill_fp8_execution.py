@@ -79,13 +79,10 @@ def test_prefill(case: Case, on_host: Run, seed: int) -> None:
 
 
 def with_one_scale(case: Case, seed: int) -> PrefillProblem:
-    """Return a problem all of whose keys have the same scales."""
+    """Return a problem all of whose keys have one scale, and all of whose queries."""
     problem = build(case, "cpu", seed)
     problem.keywords["q_scale"].fill_(0.75)
-    problem.keywords["k_scales"].fill_(1.25)
-    if problem.paged is not None and (scales := problem.operands["k_rope"].scales) is not None:
-        scales.fill_(1.25)
-    return problem
+    return problem.with_one_key_scale()
 
 
 @pytest.mark.parametrize("dtypes", ["fp8", pytest.param("fp8+bf16_rope", marks=FULL)])

@@ -10,7 +10,7 @@ import torch
 from mla.backends.triton import configs
 from mla.target import device_arch
 from tests.support.problems import Case, PrefillProblem, build
-from tests.support.tolerance import assert_lse, assert_output
+from tests.support.tolerance import assert_lse, assert_output, same_bits
 
 pytestmark = pytest.mark.triton
 
@@ -27,18 +27,6 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return torch.device("cuda", 0)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
-
-
-def with_one_scale(problem: PrefillProblem) -> PrefillProblem:
-    """Give all keys of a problem the same scales."""
-    problem.keywords["k_scales"].fill_(1.25)
-    if problem.operands["k_rope"].scales is not None:
-        problem.operands["k_rope"].scales.fill_(1.25)
-    return problem
-
-
 def with_growing_keys(problem: PrefillProblem, device: torch.device) -> PrefillProblem:
     """Make keys larger towards the end, so that sums grow beyond what e4m3 holds in tiles that are seen whole."""
     growing = torch.linspace(1, 8, len(problem.operands["k"]), device=device)[:, None, None]
@@ -52,7 +40,7 @@ def test_references_follow_scores_that_grow(hopper: torch.device, dtypes: str, o
     case = Case(dtypes=dtypes, lengths=((2900, 150), (0, 710)), heads=3, spare_rows=(0, 0), v_transposed=True)
     problem = with_growing_keys(build(case, hopper, seed), hopper)
     if one_scale:
-        with_one_scale(problem)
+        problem.with_one_key_scale()
     problem.keywords["q_scale"] *= torch.where(torch.arange(860, device=hopper) % 3 == 0, -1.0, 1.0)[:, None]
     output, lse = problem.run("triton")
     expected, expected_lse = problem.expect()
@@ -63,13 +51,13 @@ def test_references_follow_scores_that_grow(hopper: torch.device, dtypes: str, o
 def test_a_row_does_not_depend_on_its_neighbours(hopper: torch.device, seed: int) -> None:
     """Rows whose scores grow begin a tile anew; the others of their warp come out the same, to the bit."""
     case = Case(dtypes="fp8+bf16_rope", lengths=((1900, 64),), heads=4, mask="none", spare_rows=(0, 0))
-    problem = with_growing_keys(with_one_scale(build(case, hopper, seed)), hopper)
+    problem = with_growing_keys(build(case, hopper, seed).with_one_key_scale(), hopper)
     output, _ = problem.run("triton")
     problem.operands["q"] = problem.operands["q"].clone()
     problem.operands["q"][1::2] = 0.0
     others, _ = problem.run("triton")
-    assert same(output[::2], others[::2])
-    assert not same(output[1::2], others[1::2])
+    assert same_bits(output[::2], others[::2])
+    assert not same_bits(output[1::2], others[1::2])
 
 
 @pytest.mark.parametrize("dtypes", ["fp8", "fp8+bf16_rope"])
@@ -91,7 +79,7 @@ def test_values_as_rows_give_the_bits_of_columns(hopper: torch.device, dtypes: s
     for problem in (rows, columns) * 20:
         flush.zero_()
         output, lse = problem.run("triton")
-        assert same(output, expected) and torch.equal(lse, expected_lse)
+        assert same_bits(output, expected) and torch.equal(lse, expected_lse)
 
 
 def test_heights_of_tiles_give_the_same_bits(hopper: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -100,4 +88,4 @@ def test_heights_of_tiles_give_the_same_bits(hopper: torch.device, monkeypatch: 
     for tokens in (0, 1 << 30):
         monkeypatch.setattr(configs, "HOPPER_TALL_TOKENS", tokens)
         output, lse = problem.run("triton")
-        assert same(output, expected) and torch.equal(lse, expected_lse)
+        assert same_bits(output, expected) and torch.equal(lse, expected_lse)

@@ -159,6 +159,13 @@ class PrefillProblem:
         """Return the oracle's answer."""
         return reference.prefill(**self.operands, **self.keywords)
 
+    def with_one_key_scale(self) -> PrefillProblem:
+        """Give all keys of an fp8 problem, and what is roped of them, one scale; return the problem."""
+        self.keywords["k_scales"].fill_(1.25)
+        if self.paged is not None and (scales := self.operands["k_rope"].scales) is not None:
+            scales.fill_(1.25)
+        return self
+
     def to(self, device: torch.device) -> PrefillProblem:
         """Return a copy on a device, in the order of the current stream, with the same strides and overlaps."""
         memory: dict[int, torch.Tensor] = {}  # by address here
