@@ -12,13 +12,13 @@ import argparse
 import functools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from environment import environment
+from host_clock import microseconds
 
 from mla.backends.cuda import runtime
 from mla.gather import gather_latent
@@ -56,19 +56,6 @@ def gpu_microseconds(run: Callable[[], object], flush: torch.Tensor) -> dict[str
         "spread_us": quartiles[2] - quartiles[0],
         "kernel_us": statistics.median(kernels) if kernels else float("nan"),
     }
-
-
-def host_microseconds(run: Callable[[], object], calls: int = 500) -> float:
-    """Return the host's time of one call of a kernel that ends sooner than the next call is made."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        best = min(best, (time.perf_counter() - start) / calls * 1e6)
-    torch.cuda.synchronize()
-    return best
 
 
 def plan_call(batch: int, chunks: int, size: int) -> Callable[[], object]:
@@ -154,7 +141,7 @@ def main() -> None:
 
     # Before the profiler is first used: once attached it slows every launch.
     results["host_us"] = {
-        name: host_microseconds(run)
+        name: microseconds(run, 500, 5)
         for name, run in {
             "torch add of 16 elements": functools.partial(torch.zeros(16, device=DEVICE).add_, 1),
             "plan": plan_call(64, 16, 16384),

@@ -19,12 +19,12 @@ import ctypes
 import functools
 import importlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import host_clock
 import torch
 from environment import environment
 
@@ -32,25 +32,12 @@ import mla
 from mla import dispatch, masks
 from mla.kv_cache import PagedKVCache, PagedKVCacheCollection
 
-CALLS, ROUNDS = 20, 50
+microseconds = functools.partial(host_clock.microseconds, calls=20, rounds=50)
 HEADS, TOKENS, BATCH = 1, 8, 4
 MODULES = ("dispatch", "plan", "gather", "store", "merge")
 
 
 Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Return the best mean of many short rounds, so that other work on the machine does not count."""
-    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    best = float("inf")
-    for _ in range(ROUNDS):
-        wait()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        best = min(best, time.perf_counter() - start)
-    return best / CALLS * 1e6
 
 
 def in_graph(call: Callable[[], object], backend: str) -> float:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from environment import environment
+from host_clock import microseconds
 from torch.profiler import ProfilerActivity, profile
 
 import mla
@@ -46,19 +46,11 @@ def kernel_microseconds(run: Callable[[], object]) -> float:
     return max(statistics.median(found) for found in times.values())
 
 
-def host_microseconds(run: Callable[[], object], calls: int = 100) -> float:
-    """Return the host's time of one call, the best mean of some rounds that the GPU's queue has room for."""
+def host_microseconds(run: Callable[[], object]) -> float:
+    """Return the host's time of one call."""
     run()  # compiles
     run()  # an implementation may remember what comes again
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        best = min(best, (time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return best * 1e6
+    return microseconds(run, 100, 5)
 
 
 def plan(batch: int, chunks: int = 16) -> Measured:
