@@ -44,9 +44,9 @@ def _mul(x: Interval, y: Interval) -> Interval:
 
 def _floordiv(x: Interval, y: Interval) -> Interval:
     lo, hi = y
-    if lo is hi:
-        c = lo.constant
-        return _spread("floordiv", x, y) if c is None else _ordered("floordiv", x, c)
+    c = lo.constant if lo is hi else None
+    if c is not None:
+        return _ordered("floordiv", x, c)
     one_sign = make("or", make("or", make("lt", ZERO, lo), make("lt", hi, ZERO)), make("eq", lo, hi))
     largest = make("max", make("abs", x[0]), make("abs", x[1]))
     least, most = _spread("floordiv", x, y)
