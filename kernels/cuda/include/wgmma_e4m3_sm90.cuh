@@ -4,9 +4,10 @@
 #pragma once
 #include "wgmma_sm90.cuh"
 
-// Descriptor of a K-major operand with rows of BYTES (64 or 128), swizzled by as much, in atoms of 8 rows; `step` bytes
-// into its rows. Only the low word depends on the address, and a step carries nothing out of it.
+// The low word of a descriptor, all of it that depends on the operand's address.
 MLA_DEVICE uint32_t wgmma_start(uint32_t shared) { return (shared & 0x3ffff) >> 4 | 1u << 16; }
+// Descriptor of a K-major operand with rows of BYTES (64 or 128), swizzled by as much, in atoms of 8 rows; `step` bytes
+// into its rows, which carries nothing out of the low word. From that word; from the operand's address.
 template <int BYTES> MLA_DEVICE uint64_t wgmma_k_major_from(uint32_t start, int step) {
   static_assert(BYTES == 64 || BYTES == 128, "a swizzle");
   constexpr uint64_t kMode = BYTES == 128 ? 1 : 2;
